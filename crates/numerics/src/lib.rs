@@ -1,1 +1,83 @@
-//! Not yet.
+//! The exactness contract in code: what makes every logit the same on every machine.
+//!
+//! Here live instruction-set levels and their dispatch, the 32 virtual lanes of sums and dot
+//! products, the elementary functions, int8 activation blocks, norms, rotary tables, the blocked
+//! softmax, top-k, the integer expert combine, the Hadamard rotation and the thread team.
+//! `docs/numerics.md` states the contract operator by operator.
+//!
+//! It knows nothing of weight formats, files or models.
+
+pub mod attention;
+pub mod combine;
+pub mod fp_env;
+pub mod function;
+pub mod hadamard;
+pub mod int8;
+pub mod isa;
+pub mod lanes;
+pub mod norm;
+pub mod rope;
+pub mod simd;
+pub mod team;
+pub mod topk;
+
+pub use isa::{Isa, Level};
+pub use team::Team;
+
+/// Version of the contract. It is 0 while operators may still change their order of operations;
+/// from 1 on any change that can move a bit raises it.
+pub const NUMERICS_VERSION: u32 = 0;
+
+/// How activations meet quantised weights.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Activations {
+    /// Rule 4: weights are decoded to f32, products are f32.
+    F32,
+    /// Rule 3: activations are cut in blocks of int8, products are exact integers.
+    Int8,
+}
+
+impl std::fmt::Display for Activations {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Activations::F32 => "f32",
+            Activations::Int8 => "int8",
+        })
+    }
+}
+
+/// What a computation needs to know of the machine and of the mode it runs in.
+#[derive(Clone)]
+pub struct Compute {
+    /// Instruction-set level of every kernel.
+    pub isa: Isa,
+    /// Threads that share the work; results never depend on their number.
+    pub team: std::sync::Arc<Team>,
+    /// Activation mode of quantised weights.
+    pub activations: Activations,
+}
+
+/// A value that cannot be computed with, and where it was met.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum NumericError {
+    /// An activation is infinite or not a number.
+    #[error("non-finite value in {what}, row {row}, element {element}")]
+    NonFinite {
+        /// Name of the quantity.
+        what: &'static str,
+        /// Row of the batch.
+        row: usize,
+        /// Element within the row.
+        element: usize,
+    },
+    /// A routed contribution does not fit the integer grid of the combine.
+    #[error("expert contribution {value} in row {row}, element {element} is outside +-2^24")]
+    CombineRange {
+        /// The contribution.
+        value: f32,
+        /// Row of the batch.
+        row: usize,
+        /// Element within the row.
+        element: usize,
+    },
+}

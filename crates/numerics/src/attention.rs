@@ -1,0 +1,101 @@
+//! Rule 6: the softmax-weighted sum over blocks of 512 keys, merged in ascending order, so that
+//! prefill chunks and KV pages never move a block border.
+
+use crate::Isa;
+use crate::function::{self, exp};
+use crate::lanes;
+use crate::multiversion;
+use crate::simd::Simd;
+
+/// Ranks of attended keys per block.
+pub const KEY_BLOCK: usize = 512;
+
+/// Running maximum and sum of one head's softmax over ascending blocks.
+#[derive(Clone, Copy, Debug)]
+pub struct Running {
+    max: f32,
+    sum: f32,
+}
+
+impl Default for Running {
+    fn default() -> Self {
+        Running { max: f32::NEG_INFINITY, sum: 0.0 }
+    }
+}
+
+impl Running {
+    /// Turns a block's scores into unnormalised weights in place; returns the block's maximum and
+    /// the sum of its weights. Scores must be finite.
+    pub fn weigh(isa: Isa, scores: &mut [f32]) -> (f32, f32) {
+        let max = scores.iter().fold(f32::NEG_INFINITY, |m, &s| if s > m { s } else { m });
+        function::exp_minus(isa, scores, max);
+        (max, lanes::sum(isa, scores))
+    }
+
+    /// Merges a block (maximum, sum, unnormalised output) into the running output.
+    pub fn merge(&mut self, isa: Isa, block: (f32, f32), block_out: &[f32], out: &mut [f32]) {
+        let (block_max, block_sum) = block;
+        let max = if block_max > self.max { block_max } else { self.max };
+        let keep = exp(self.max - max);
+        let take = exp(block_max - max);
+        self.sum = block_sum.mul_add(take, self.sum * keep);
+        self.max = max;
+        merge_rows(isa, block_out, take, keep, out);
+    }
+
+    /// Divides the running output by the sum.
+    pub fn finish(self, isa: Isa, out: &mut [f32]) {
+        divide(isa, out, self.sum);
+    }
+}
+
+#[inline(always)]
+fn merge_kernel<S: Simd>(_simd: S, block_out: &[f32], take: f32, keep: f32, out: &mut [f32]) {
+    for (out, block) in out.iter_mut().zip(block_out) {
+        *out = block.mul_add(take, *out * keep);
+    }
+}
+
+#[inline(always)]
+fn divide_kernel<S: Simd>(_simd: S, out: &mut [f32], by: f32) {
+    for out in out {
+        *out /= by;
+    }
+}
+
+multiversion! {
+    fn merge_rows(isa, block_out: &[f32], take: f32, keep: f32, out: &mut [f32]) => merge_kernel;
+    fn divide(isa, out: &mut [f32], by: f32) => divide_kernel;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_merge_to_the_softmax_average() {
+        let n = 3 * KEY_BLOCK + 17;
+        let scores: Vec<f32> = (0..n).map(|i| ((i * 7919) % 1000) as f32 * 0.02 - 10.0).collect();
+        let values: Vec<f32> = (0..n).map(|i| (i as f32 * 0.11).sin()).collect();
+        let mut bits = None;
+        for isa in Isa::available() {
+            let (mut running, mut out) = (Running::default(), [0.0]);
+            for (scores, values) in scores.chunks(KEY_BLOCK).zip(values.chunks(KEY_BLOCK)) {
+                let mut weights = scores.to_vec();
+                let block = Running::weigh(isa, &mut weights);
+                let mut part = [0.0];
+                for (weight, value) in weights.iter().zip(values) {
+                    lanes::axpy(isa, *weight, &[*value], &mut part);
+                }
+                running.merge(isa, block, &part, &mut out);
+            }
+            running.finish(isa, &mut out);
+            let weights: Vec<f64> = scores.iter().map(|s| f64::from(*s).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            let want: f64 =
+                weights.iter().zip(&values).map(|(w, v)| w * f64::from(*v)).sum::<f64>() / total;
+            assert!((f64::from(out[0]) - want).abs() < 1e-5);
+            assert_eq!(*bits.get_or_insert(out[0].to_bits()), out[0].to_bits(), "{isa:?}");
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Rule 3: activations as blocks of int8 with one f32 scale each.
+
+use crate::multiversion;
+use crate::simd::Simd;
+use crate::{Isa, NumericError};
+
+/// Largest block; also the multiple that quantised rows are padded to.
+pub const BLOCK_MAX: usize = 64;
+/// A block whose largest magnitude is below 2^-100 counts as all zero.
+const ABSMAX_MIN: f32 = f32::from_bits(27 << 23);
+/// Adding and subtracting 1.5·2^23 rounds to the nearest integer, ties to even.
+const ROUND: f32 = 12_582_912.0;
+
+/// Inputs per activation block where weights have one scale per `group` inputs: the largest
+/// divisor of the group that is at most 64. Without groups it is 64.
+pub const fn block_len(group: Option<usize>) -> usize {
+    match group {
+        None => BLOCK_MAX,
+        Some(group) => {
+            let mut block = if group < BLOCK_MAX { group } else { BLOCK_MAX };
+            while !group.is_multiple_of(block) {
+                block -= 1;
+            }
+            block
+        }
+    }
+}
+
+/// Rows of activations in int8 blocks.
+#[derive(Debug, Clone, Default)]
+pub struct Int8Rows {
+    rows: usize,
+    cols: usize,
+    block: usize,
+    codes: Vec<i8>,
+    scales: Vec<f32>,
+    sums: Vec<i32>,
+}
+
+/// One row of [`Int8Rows`].
+#[derive(Clone, Copy)]
+pub struct Int8Row<'a> {
+    /// Codes, padded with zeros to a multiple of [`BLOCK_MAX`].
+    pub codes: &'a [i8],
+    /// Scale of each block.
+    pub scales: &'a [f32],
+    /// Sum of the codes of each block.
+    pub sums: &'a [i32],
+}
+
+impl Int8Rows {
+    /// Quantises `rows` rows of `cols` numbers into blocks of `block` inputs. `what` names the
+    /// quantity in errors.
+    pub fn quantise(
+        isa: Isa,
+        what: &'static str,
+        x: &[f32],
+        cols: usize,
+        block: usize,
+    ) -> Result<Int8Rows, NumericError> {
+        assert!(cols > 0 && block > 0 && block <= BLOCK_MAX && x.len().is_multiple_of(cols));
+        let rows = x.len() / cols;
+        let (stride, blocks) = (cols.next_multiple_of(BLOCK_MAX), cols.div_ceil(block));
+        let mut out = Int8Rows {
+            rows,
+            cols,
+            block,
+            codes: vec![0; rows * stride],
+            scales: vec![0.0; rows * blocks],
+            sums: vec![0; rows * blocks],
+        };
+        for (row, x) in x.chunks_exact(cols).enumerate() {
+            let codes = &mut out.codes[row * stride..][..cols];
+            let scales = &mut out.scales[row * blocks..][..blocks];
+            let sums = &mut out.sums[row * blocks..][..blocks];
+            if !quantise_row(isa, x, block, codes, scales, sums) {
+                let element = x.iter().position(|v| !v.is_finite()).unwrap_or(0);
+                return Err(NumericError::NonFinite { what, row, element });
+            }
+        }
+        Ok(out)
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Inputs per row.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Inputs per block.
+    pub fn block(&self) -> usize {
+        self.block
+    }
+
+    /// Row `row`.
+    #[inline]
+    pub fn row(&self, row: usize) -> Int8Row<'_> {
+        let (stride, blocks) =
+            (self.cols.next_multiple_of(BLOCK_MAX), self.cols.div_ceil(self.block));
+        Int8Row {
+            codes: &self.codes[row * stride..][..stride],
+            scales: &self.scales[row * blocks..][..blocks],
+            sums: &self.sums[row * blocks..][..blocks],
+        }
+    }
+}
+
+#[inline(always)]
+fn quantise_kernel<S: Simd>(
+    _simd: S,
+    x: &[f32],
+    block: usize,
+    codes: &mut [i8],
+    scales: &mut [f32],
+    sums: &mut [i32],
+) -> bool {
+    let mut finite = true;
+    let blocks = x.chunks(block).zip(codes.chunks_mut(block));
+    for ((x, codes), (scale, sum)) in blocks.zip(scales.iter_mut().zip(sums)) {
+        // Magnitudes of floats order as their bits do, and non-finite ones come last.
+        let mut max_bits = 0;
+        for value in x {
+            let bits = value.to_bits() & 0x7fff_ffff;
+            max_bits = if bits > max_bits { bits } else { max_bits };
+        }
+        finite &= max_bits < 0x7f80_0000;
+        let absmax = f32::from_bits(max_bits);
+        if absmax < ABSMAX_MIN {
+            codes.fill(0);
+            (*scale, *sum) = (0.0, 0);
+            continue;
+        }
+        *scale = absmax / 127.0;
+        let inverse = 127.0 / absmax;
+        let mut total = 0;
+        for (code, value) in codes.iter_mut().zip(x) {
+            let rounded = (value * inverse + ROUND) - ROUND;
+            let clamped = if rounded > 127.0 { 127.0 } else { rounded };
+            let clamped = if clamped < -127.0 { -127.0 } else { clamped };
+            // Within range and finite, so the conversion is exact; a NaN gives 0 and is reported.
+            let integer = clamped as i32;
+            *code = integer as i8;
+            total += integer;
+        }
+        *sum = total;
+    }
+    finite
+}
+
+multiversion! {
+    /// Quantises one row; false when a value is not finite.
+    fn quantise_row(
+        isa, x: &[f32], block: usize, codes: &mut [i8], scales: &mut [f32], sums: &mut [i32],
+    ) -> bool => quantise_kernel;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn noise(len: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
+        (0..len)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+            })
+            .collect()
+    }
+
+    #[test]
+    fn blocks_never_straddle_two_weight_scales() {
+        let want = [(16, 16), (32, 32), (48, 48), (64, 64), (96, 48), (128, 64), (192, 64)];
+        for (group, block) in want {
+            assert_eq!(block_len(Some(group)), block, "group {group}");
+        }
+        assert_eq!(block_len(Some(256)), 64);
+        assert_eq!(block_len(None), 64);
+    }
+
+    #[test]
+    fn codes_follow_the_rule_at_every_level() {
+        for cols in [1, 15, 64, 72, 200] {
+            let mut x = noise(cols * 3, cols as u32);
+            x[0] = 2.5e-31; // below 2^-100
+            for isa in Isa::available() {
+                let rows = Int8Rows::quantise(isa, "x", &x, cols, 64).unwrap();
+                for r in 0..3 {
+                    let row = rows.row(r);
+                    for (b, block) in x[r * cols..][..cols].chunks(64).enumerate() {
+                        let absmax = block.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+                        let zero = absmax < 2f32.powi(-100);
+                        let scale = if zero { 0.0 } else { absmax / 127.0 };
+                        assert_eq!(row.scales[b].to_bits(), scale.to_bits());
+                        let mut sum = 0;
+                        for (i, v) in block.iter().enumerate() {
+                            let q = (v * (127.0 / absmax)).round_ties_even().clamp(-127.0, 127.0);
+                            let want = if zero { 0 } else { q as i8 };
+                            assert_eq!(row.codes[b * 64 + i], want, "{isa:?} cols {cols}");
+                            sum += i32::from(want);
+                        }
+                        assert_eq!(row.sums[b], sum);
+                    }
+                    assert!(row.codes[cols..].iter().all(|&c| c == 0));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_non_finite_activation_is_a_typed_error() {
+        let mut x = noise(128, 9);
+        x[70] = f32::NAN;
+        let got = Int8Rows::quantise(Isa::detect(), "gate input", &x, 64, 64);
+        let want = NumericError::NonFinite { what: "gate input", row: 1, element: 6 };
+        assert_eq!(got.unwrap_err(), want);
+    }
+}
