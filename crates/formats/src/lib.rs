@@ -1,8 +1,33 @@
-//! Weight formats: one module per format with its layout, encoder, exact decoder and dot
-//! kernels; the tensor type over them; and the one expert FFN of the program.
+//! Weight formats: one module per format with its layout, encoder, exact decoder and kernel
+//! codes; matrices over them; and the one expert FFN of the program.
 //!
 //! It does not know files, models or budgets.
 
+mod buffer;
+pub mod e8;
+mod e8_grid;
+mod encode;
+mod error;
+pub mod ffn;
 pub mod format;
+pub mod fp8;
+mod input;
+pub mod int2;
+pub mod int3;
+pub mod int4;
+pub mod int8;
+mod matmul;
+mod matrix;
+pub mod mxfp4;
+pub mod plain;
+mod search;
+pub mod tile;
 
+pub use buffer::Buffer;
+pub use encode::Encoder;
+pub use error::FormatError;
+pub use ffn::{ExpertDesc, ExpertRef, expert_ffn};
 pub use format::{Format, Fp8Scale, ScaleType};
+pub use input::Input;
+pub use matmul::matmul;
+pub use matrix::{Arrangement, MatrixDesc, MatrixRef, QTensor, decode_row};

@@ -3,6 +3,9 @@
 //! The input dimension is tiled from the left by blocks of the lowest set bit of what remains.
 
 use crate::Isa;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
 use crate::multiversion;
 use crate::simd::Simd;
 
@@ -31,6 +34,14 @@ impl Rotation {
             rest -= tile;
         }
         rotation
+    }
+
+    /// The rotation of rows of `len` elements, made once per process; a model has few lengths.
+    pub fn shared(len: usize) -> Arc<Rotation> {
+        static MADE: OnceLock<Mutex<HashMap<usize, Arc<Rotation>>>> = OnceLock::new();
+        let mut made =
+            MADE.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        made.entry(len).or_insert_with(|| Arc::new(Rotation::new(len))).clone()
     }
 
     /// Elements per row.

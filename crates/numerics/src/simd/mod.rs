@@ -8,7 +8,7 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 pub mod x86;
 
-pub use portable::Portable;
+pub use portable::{Portable, e4m3_to_f32, f16_to_f32, ue8m0_to_f32};
 
 /// Largest magnitude of the sum of two products in [`Simd::dot_u8`] below which every level is
 /// exact: pairs are summed in 16 bits on levels without the integer dot product.

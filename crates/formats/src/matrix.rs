@@ -1,0 +1,369 @@
+//! Matrices in memory: how the canonical bytes of a file are stored, and single rows of them.
+
+use std::ops::Range;
+
+use crate::format::FP8_BLOCK;
+use crate::tile::{self, ROWS, TileShape};
+use crate::{Buffer, Format, FormatError, Fp8Scale, e8, fp8, int2, int3, int4, int8, mxfp4, plain};
+
+/// Arrangement of a matrix in memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Arrangement {
+    /// Canonical rows, then canonical scales: single rows can be decoded.
+    Rows,
+    /// Tiles of 16 rows in kernel order.
+    Tiles,
+}
+
+/// Format, shape and arrangement of a matrix; says how its bytes lie, holds none.
+#[derive(Clone, Copy, Debug)]
+pub struct MatrixDesc {
+    format: Format,
+    rows: usize,
+    cols: usize,
+    tile: Option<(TileShape, usize)>,
+    int8: bool,
+}
+
+/// Scales follow the weights of a row arrangement at a multiple of it.
+const SCALE_ALIGN: usize = 8;
+
+impl MatrixDesc {
+    /// A matrix of `[rows, cols]` to multiply with: tiles where the format has them. `int8` says
+    /// whether int8 activations may meet it; formats that never take them ignore it.
+    pub fn for_matmul(
+        format: Format,
+        rows: usize,
+        cols: usize,
+        int8: bool,
+    ) -> Result<MatrixDesc, FormatError> {
+        let too_large = FormatError::TooLarge { format, rows, cols };
+        let tile = match TileShape::new(format, cols) {
+            None => None,
+            Some(shape) => Some((shape, shape.tile_bytes().ok_or(too_large.clone())?)),
+        };
+        let int8 = int8 && format.takes_int8_activations();
+        let desc = MatrixDesc { format, rows, cols, tile, int8 };
+        desc.checked_bytes().ok_or(too_large)?;
+        Ok(desc)
+    }
+
+    /// A matrix whose single rows are decoded, such as an embedding.
+    pub fn for_rows(format: Format, rows: usize, cols: usize) -> Result<MatrixDesc, FormatError> {
+        let desc = MatrixDesc { format, rows, cols, tile: None, int8: false };
+        desc.checked_bytes().ok_or(FormatError::TooLarge { format, rows, cols })?;
+        Ok(desc)
+    }
+
+    /// The weight format.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// Output rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Inputs.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Whether int8 activations may meet this matrix.
+    pub fn takes_int8(&self) -> bool {
+        self.int8
+    }
+
+    /// The arrangement of the stored bytes.
+    pub fn arrangement(&self) -> Arrangement {
+        if self.tile.is_some() { Arrangement::Tiles } else { Arrangement::Rows }
+    }
+
+    /// Shape and bytes of a tile.
+    pub(crate) fn tile(&self) -> Option<(TileShape, usize)> {
+        self.tile
+    }
+
+    fn checked_bytes(&self) -> Option<usize> {
+        match self.tile {
+            Some((_, tile_bytes)) => self.rows.div_ceil(ROWS).checked_mul(tile_bytes),
+            None => {
+                let weights = self.format.weight_bytes(self.rows, self.cols)?;
+                let scales = self.format.scale_bytes(self.rows, self.cols)?;
+                weights.checked_next_multiple_of(SCALE_ALIGN)?.checked_add(scales)
+            }
+        }
+    }
+
+    /// Bytes of the stored matrix.
+    pub fn bytes(&self) -> usize {
+        self.checked_bytes().unwrap_or(usize::MAX)
+    }
+
+    /// Rows that must be stored together: a tile or an fp8 block. Row blocks given to
+    /// [`MatrixDesc::store`] start at its multiples.
+    pub fn row_granule(&self) -> usize {
+        match self.format {
+            Format::Fp8B128(_) => FP8_BLOCK,
+            Format::F32 | Format::Bf16 | Format::F16 => 1,
+            Format::Int8Row
+            | Format::Int4Row
+            | Format::Int2Row
+            | Format::Int4Grouped(_)
+            | Format::Int3G64
+            | Format::E8Iq3
+            | Format::Mxfp4 => ROWS,
+        }
+    }
+
+    /// Bytes of the scale tensor that belong to the rows of `rows`, whose start is a multiple of
+    /// [`MatrixDesc::row_granule`].
+    pub fn scale_range(&self, rows: Range<usize>) -> Range<usize> {
+        match self.format {
+            Format::E8Iq3 | Format::F32 | Format::Bf16 | Format::F16 => 0..0,
+            Format::Fp8B128(_) => {
+                let row = self.cols.div_ceil(FP8_BLOCK) * self.format.scale_type().size();
+                rows.start / FP8_BLOCK * row..rows.end.div_ceil(FP8_BLOCK) * row
+            }
+            Format::Int8Row
+            | Format::Int4Row
+            | Format::Int2Row
+            | Format::Int4Grouped(_)
+            | Format::Int3G64
+            | Format::Mxfp4 => {
+                let row = self.format.scale_bytes(1, self.cols).unwrap_or(0);
+                rows.start * row..rows.end * row
+            }
+        }
+    }
+
+    /// Checks canonical bytes of some rows and stores them in `out`, the matrix's zeroed bytes.
+    /// `scales` is the part of the scale tensor that [`MatrixDesc::scale_range`] names.
+    pub fn store(
+        &self,
+        rows: Range<usize>,
+        weights: &[u8],
+        scales: &[u8],
+        out: &mut [u8],
+    ) -> Result<(), FormatError> {
+        assert!(rows.start.is_multiple_of(self.row_granule()) && rows.end <= self.rows);
+        let (format, cols) = (self.format, self.cols);
+        let row_bytes = format.row_bytes(cols).unwrap_or(usize::MAX);
+        let length = |what, want: usize, got: usize| {
+            let error = FormatError::Length { format, rows: rows.len(), cols, what, want, got };
+            if want == got { Ok(()) } else { Err(error) }
+        };
+        length("weights", rows.len() * row_bytes, weights.len())?;
+        length("scales", self.scale_range(rows.clone()).len(), scales.len())?;
+        check_values(format, weights, scales)?;
+        match self.tile() {
+            Some((shape, tile_bytes)) => {
+                let scale_row = format.scale_bytes(1, cols).unwrap_or(0);
+                let scale_row = if scales.is_empty() { 0 } else { scale_row };
+                let tiles = out[rows.start / ROWS * tile_bytes..].chunks_exact_mut(tile_bytes);
+                let weights = weights.chunks(ROWS * row_bytes);
+                for (at, (tile, weights)) in tiles.zip(weights).enumerate() {
+                    let first = at * ROWS;
+                    let last = (first + ROWS).min(rows.len());
+                    let scales = &scales[first * scale_row..last * scale_row];
+                    tile::pack(format, &shape, weights, scales, tile);
+                }
+            }
+            None => {
+                out[rows.start * row_bytes..][..weights.len()].copy_from_slice(weights);
+                let at = self.scales_at() + self.scale_range(rows).start;
+                out[at..][..scales.len()].copy_from_slice(scales);
+            }
+        }
+        Ok(())
+    }
+
+    fn scales_at(&self) -> usize {
+        let weights = self.format.weight_bytes(self.rows, self.cols).unwrap_or(0);
+        weights.next_multiple_of(SCALE_ALIGN)
+    }
+}
+
+/// Refuses scales that are not numbers and fp8 NaN codes.
+fn check_values(format: Format, weights: &[u8], scales: &[u8]) -> Result<(), FormatError> {
+    let bad_f32 = |scales: &[u8]| {
+        let values = scales.as_chunks::<4>().0;
+        values.iter().position(|four| !f32::from_le_bytes(*four).is_finite())
+    };
+    let bad_scale = match format {
+        Format::F32 | Format::Bf16 | Format::F16 => None,
+        Format::E8Iq3 => e8::first_bad_scale(weights),
+        Format::Mxfp4 | Format::Fp8B128(Fp8Scale::Ue8m0) => scales.iter().position(|&b| b == 255),
+        Format::Int8Row
+        | Format::Int4Row
+        | Format::Int2Row
+        | Format::Int4Grouped(_)
+        | Format::Int3G64
+        | Format::Fp8B128(Fp8Scale::F32) => bad_f32(scales),
+    };
+    if let Some(index) = bad_scale {
+        return Err(FormatError::Scale { format, index });
+    }
+    if matches!(format, Format::Fp8B128(_))
+        && let Some(index) = weights.iter().position(|&byte| fp8::is_nan(byte))
+    {
+        return Err(FormatError::NanCode { format, index });
+    }
+    Ok(())
+}
+
+/// A matrix and its bytes.
+#[derive(Clone, Copy)]
+pub struct MatrixRef<'a> {
+    /// What the bytes are.
+    pub desc: MatrixDesc,
+    /// Exactly [`MatrixDesc::bytes`] bytes.
+    pub data: &'a [u8],
+}
+
+impl<'a> MatrixRef<'a> {
+    /// Scale bytes of a row arrangement.
+    pub(crate) fn scales(&self) -> &'a [u8] {
+        &self.data[self.desc.scales_at()..]
+    }
+
+    /// Decodes row `row` to f32, as stored: e8 rows stay rotated.
+    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+        let desc = &self.desc;
+        assert!(row < desc.rows && out.len() == desc.cols);
+        let row_bytes = desc.format.row_bytes(desc.cols).unwrap_or(0);
+        match desc.tile() {
+            None => {
+                let weights = &self.data[row * row_bytes..][..row_bytes];
+                let granule = if matches!(desc.format, Format::Fp8B128(_)) { FP8_BLOCK } else { 1 };
+                let start = row / granule * granule;
+                let scales = &self.scales()[desc.scale_range(start..start + 1)];
+                decode_row(desc.format, weights, scales, out);
+            }
+            Some((shape, tile_bytes)) => {
+                let mut weights = vec![0; row_bytes];
+                let mut scales = vec![0; desc.scale_range(0..1).len()];
+                let tile = &self.data[row / ROWS * tile_bytes..][..tile_bytes];
+                let (format, lane) = (desc.format, row % ROWS);
+                tile::unpack_row(format, &shape, tile, lane, &mut weights, &mut scales);
+                decode_row(desc.format, &weights, &scales, out);
+            }
+        }
+    }
+}
+
+fn f32_at(bytes: &[u8], index: usize) -> f32 {
+    bytes.as_chunks::<4>().0.get(index).map_or(0.0, |four| f32::from_le_bytes(*four))
+}
+
+/// Decodes one canonical row. `scales` are the scales of the row (for fp8 of its block row);
+/// lengths must fit the format. Stored e8 rows are rotated and stay so.
+pub fn decode_row(format: Format, weights: &[u8], scales: &[u8], out: &mut [f32]) {
+    let halves = || weights.as_chunks::<2>().0.iter().map(|two| u16::from_le_bytes(*two));
+    match format {
+        Format::F32 => {
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = f32_at(weights, i);
+            }
+        }
+        Format::Bf16 => {
+            for (out, half) in out.iter_mut().zip(halves()) {
+                *out = plain::from_bf16(half);
+            }
+        }
+        Format::F16 => {
+            for (out, half) in out.iter_mut().zip(halves()) {
+                *out = plain::from_f16(half);
+            }
+        }
+        Format::Int8Row => int8::decode_row(weights, f32_at(scales, 0), out),
+        Format::Int4Row => int4::decode_group(weights, 0, f32_at(scales, 0), out),
+        Format::Int2Row => int2::decode_row(weights, f32_at(scales, 0), out),
+        Format::Int4Grouped(group) => {
+            let group = usize::from(group);
+            for (index, out) in out.chunks_mut(group).enumerate() {
+                int4::decode_group(weights, index * group, f32_at(scales, index), out);
+            }
+        }
+        Format::Int3G64 => {
+            let group = crate::format::INT3_GROUP;
+            for (index, out) in out.chunks_mut(group).enumerate() {
+                int3::decode_group(weights, index * group, f32_at(scales, index), out);
+            }
+        }
+        Format::E8Iq3 => e8::decode_row(weights, out),
+        Format::Mxfp4 => {
+            let group = crate::format::MXFP4_GROUP;
+            for (index, out) in out.chunks_mut(group).enumerate() {
+                mxfp4::decode_group(weights, index * group, mxfp4::ue8m0(scales[index]), out);
+            }
+        }
+        Format::Fp8B128(kind) => {
+            let parts = weights.chunks(FP8_BLOCK).zip(out.chunks_mut(FP8_BLOCK));
+            for (index, (weights, out)) in parts.enumerate() {
+                fp8::decode(weights, fp8_scale(kind, scales, index), out);
+            }
+        }
+    }
+}
+
+/// Scale `index` of a row of fp8 block scales.
+pub(crate) fn fp8_scale(kind: Fp8Scale, scales: &[u8], index: usize) -> f32 {
+    match kind {
+        Fp8Scale::F32 => f32_at(scales, index),
+        Fp8Scale::Ue8m0 => mxfp4::ue8m0(scales[index]),
+    }
+}
+
+/// A matrix that owns its bytes.
+#[derive(Clone, Debug)]
+pub struct QTensor {
+    desc: MatrixDesc,
+    data: Buffer,
+}
+
+impl QTensor {
+    /// A matrix of zero bytes, to be filled row block by row block.
+    pub fn zeroed(desc: MatrixDesc) -> QTensor {
+        QTensor { desc, data: Buffer::zeroed(desc.bytes()) }
+    }
+
+    /// A matrix from its canonical bytes.
+    pub fn from_canonical(
+        desc: MatrixDesc,
+        weights: &[u8],
+        scales: &[u8],
+    ) -> Result<QTensor, FormatError> {
+        let mut tensor = QTensor::zeroed(desc);
+        // The e8 tag is a scale tensor by count, but belongs to no row.
+        let scales = if desc.format == Format::E8Iq3 { &[] } else { scales };
+        tensor.store(0..desc.rows, weights, scales)?;
+        Ok(tensor)
+    }
+
+    /// Stores some rows; see [`MatrixDesc::store`].
+    pub fn store(
+        &mut self,
+        rows: Range<usize>,
+        weights: &[u8],
+        scales: &[u8],
+    ) -> Result<(), FormatError> {
+        self.desc.store(rows, weights, scales, &mut self.data)
+    }
+
+    /// What the matrix is.
+    pub fn desc(&self) -> &MatrixDesc {
+        &self.desc
+    }
+
+    /// The matrix for kernels.
+    pub fn view(&self) -> MatrixRef<'_> {
+        MatrixRef { desc: self.desc, data: &self.data }
+    }
+
+    /// Bytes of memory held.
+    pub fn memory_bytes(&self) -> usize {
+        self.data.capacity_bytes()
+    }
+}
