@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Build the oracle fixtures.
 
-    build.py OUT [NAME ...]      writes OUT/<name>/ for all fixtures or the named ones
-    build.py OUT --table         prints what lies in OUT
+build.py OUT [NAME ...]      writes OUT/<name>/ for all fixtures or the named ones
+build.py OUT --table         prints what lies in OUT
 """
 
 from __future__ import annotations

@@ -124,7 +124,13 @@ FLOAT_FIXTURES = [
     Fixture(
         "glm-dsa-pattern",
         "index_topk_pattern as a string, first_k_dense_replace without mlp_layer_types",
-        glm(num_hidden_layers=3, index_topk=10, index_topk_pattern="FSF", n_routed_experts=4, num_experts_per_tok=2),
+        glm(
+            num_hidden_layers=3,
+            index_topk=10,
+            index_topk_pattern="FSF",
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+        ),
         prompt=48,
     ),
     Fixture(

@@ -385,9 +385,7 @@ def encode_fp8(matrix: Matrix, scales_dtype: str = "F32") -> Encoded:
         table = ue8m0_scales(data, codes.size).reshape(shape)
     expanded = np.repeat(np.repeat(table, FP8_BLOCK, 0), FP8_BLOCK, 1)[:outputs, :inputs]
     weight = encode_float(np.clip(matrix / expanded, -448, 448), "F8_E4M3")
-    return Encoded(
-        "fp8-e4m3-b128", weight, "F8_E4M3", (outputs, inputs), data, scales_dtype, shape
-    )
+    return Encoded("fp8-e4m3-b128", weight, "F8_E4M3", (outputs, inputs), data, scales_dtype, shape)
 
 
 def decode_fp8(

@@ -109,7 +109,9 @@ class Gaps:
 
     def glm_router(self, module: nn.Module, args: tuple, output: tuple) -> None:
         """Gap between chosen and other experts, and between chosen and other groups."""
-        scores = (args[0].reshape(-1, module.hidden_dim).double() @ module.weight.double().T).sigmoid()
+        scores = (
+            args[0].reshape(-1, module.hidden_dim).double() @ module.weight.double().T
+        ).sigmoid()
         choice = scores + module.e_score_correction_bias.double()
         groups = choice.view(len(choice), module.num_group, -1)
         if module.num_group > module.topk_group:
@@ -134,7 +136,9 @@ class Gaps:
         self.router = gap if self.router is None else min(self.router, gap)
 
 
-def index_scores(module: nn.Module, hidden: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def index_scores(
+    module: nn.Module, hidden: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
     """Scores [queries, keys] of the DSA indexer, written from its definition in float64."""
     rope, size, heads = module.qk_rope_head_dim, module.head_dim, module.n_heads
     cos, sin = cos[:, : rope // 2].double(), sin[:, : rope // 2].double()
@@ -149,9 +153,7 @@ def index_scores(module: nn.Module, hidden: Tensor, q_latent: Tensor, cos: Tenso
     query = rotated((q_latent @ module.wq_b.weight.double().T).view(-1, heads, size))
     key = hidden @ module.wk.weight.double().T
     norm = module.k_norm
-    key = nn.functional.layer_norm(
-        key, (size,), norm.weight.double(), norm.bias.double(), norm.eps
-    )
+    key = nn.functional.layer_norm(key, (size,), norm.weight.double(), norm.bias.double(), norm.eps)
     key = rotated(key)
     per_head = torch.relu(torch.einsum("qhd,kd->qhk", query, key) * size**-0.5)
     weights = hidden @ module.weights_proj.weight.double().T * heads**-0.5
