@@ -1,1 +1,17 @@
-//! Not yet.
+//! Where expert bytes live: the byte ledger of the process, robust reads, the cache of experts
+//! with leases, and the backend that computes a layer's routed experts.
+//!
+//! It knows files and budgets, not what an attention layer or a session is.
+
+pub mod backend;
+pub mod cache;
+pub mod ledger;
+pub mod load;
+pub mod local;
+pub mod reader;
+
+pub use backend::{ExpertBackend, ExpertError, ExpertStats, Route, RoutedBatch};
+pub use ledger::{ByteClass, Ledger, LedgerError, Reservation};
+pub use load::LoadError;
+pub use local::{LocalExperts, LocalOptions};
+pub use reader::{FileSet, RawFiles, ReadError, Reader};

@@ -1,0 +1,297 @@
+//! From files to matrices: dense tensors by row blocks, experts matrix by matrix.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use container::{ByteRange, ContainerError, Model, QSource};
+use formats::{ExpertDesc, Format, FormatError, MatrixDesc, QTensor, decode_row};
+
+use crate::reader::{ReadError, Reader};
+
+/// Bytes of weights read at once into a dense tensor.
+const BLOCK_BYTES: usize = 4 << 20;
+
+/// Bytes that could not be read or are not what they should be.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// Reading failed.
+    #[error("{tensor}: {source}")]
+    Read {
+        /// The tensor.
+        tensor: String,
+        /// What happened.
+        #[source]
+        source: ReadError,
+    },
+    /// The bytes are not a matrix of their format.
+    #[error(
+        "{}: tensor {tensor} (rows from {row}, at byte {offset}): {source}; \
+         the file is damaged or not of this format, fetch or convert it again", path.display()
+    )]
+    Format {
+        /// The tensor.
+        tensor: String,
+        /// The file.
+        path: PathBuf,
+        /// First row of the block that was refused.
+        row: usize,
+        /// Offset of the block in the file.
+        offset: u64,
+        /// What is wrong.
+        #[source]
+        source: FormatError,
+    },
+    /// A plain number that is infinite or NaN where the model needs a finite one.
+    #[error("{}: tensor {tensor}: element {element} is not a finite number", path.display())]
+    NonFinite {
+        /// The tensor.
+        tensor: String,
+        /// The file.
+        path: PathBuf,
+        /// Index of the element.
+        element: usize,
+    },
+}
+
+fn read_range(reader: &Reader, name: &str, range: &ByteRange) -> Result<Vec<u8>, LoadError> {
+    let mut bytes = vec![0; range.len as usize];
+    reader
+        .read_exact(range.file, range.offset, &mut bytes)
+        .map_err(|source| LoadError::Read { tensor: name.to_owned(), source })?;
+    Ok(bytes)
+}
+
+/// Loads a matrix in the arrangement of `desc`, block by block; the memory held beside it is
+/// bounded by a few blocks.
+pub fn load_matrix(
+    reader: &Reader,
+    source: &QSource,
+    desc: MatrixDesc,
+) -> Result<QTensor, LoadError> {
+    let mut tensor = QTensor::zeroed(desc);
+    for_each_block(reader, source, desc, |rows, weights, scales| {
+        tensor.store(rows, weights, scales)
+    })?;
+    Ok(tensor)
+}
+
+/// Reads a matrix by blocks of canonical rows and hands each to `take` with its scales.
+pub fn for_each_block(
+    reader: &Reader,
+    source: &QSource,
+    desc: MatrixDesc,
+    mut take: impl FnMut(std::ops::Range<usize>, &[u8], &[u8]) -> Result<(), FormatError>,
+) -> Result<(), LoadError> {
+    let scales = match &source.scales {
+        Some(range) if !desc.scale_range(0..desc.rows()).is_empty() => {
+            read_range(reader, &source.name, range)?
+        }
+        _ => Vec::new(),
+    };
+    let row_bytes = desc.format().row_bytes(desc.cols()).unwrap_or(0);
+    let granule = desc.row_granule();
+    let rows = (BLOCK_BYTES / row_bytes.max(1)).next_multiple_of(granule).max(granule);
+    let mut buffer = vec![0; rows.min(desc.rows()) * row_bytes];
+    for start in (0..desc.rows()).step_by(rows) {
+        let end = (start + rows).min(desc.rows());
+        let bytes = &mut buffer[..(end - start) * row_bytes];
+        let offset = source.weights.offset + (start * row_bytes) as u64;
+        reader
+            .read_exact(source.weights.file, offset, bytes)
+            .map_err(|error| LoadError::Read { tensor: source.name.clone(), source: error })?;
+        let scales = &scales[desc.scale_range(start..end)];
+        take(start..end, bytes, scales).map_err(|error| LoadError::Format {
+            tensor: source.name.clone(),
+            path: reader.path(source.weights.file).to_owned(),
+            row: start,
+            offset,
+            source: error,
+        })?;
+    }
+    Ok(())
+}
+
+/// Loads a vector or small matrix as f32, row by row.
+pub fn load_f32(reader: &Reader, source: &QSource) -> Result<Vec<f32>, LoadError> {
+    let desc = row_desc(reader, source)?;
+    let (format, cols) = (source.format, source.cols);
+    let row_bytes = format.row_bytes(cols).unwrap_or(0);
+    let mut out = vec![0.0; source.rows * cols];
+    for_each_block(reader, source, desc, |rows, weights, scales| {
+        // Stored once to have the values checked as every other matrix's.
+        let mut checked = QTensor::zeroed(MatrixDesc::for_rows(format, rows.len(), cols)?);
+        checked.store(0..rows.len(), weights, scales)?;
+        for (at, row) in rows.clone().enumerate() {
+            let values = &mut out[row * cols..][..cols];
+            if format.is_plain() {
+                decode_row(format, &weights[at * row_bytes..][..row_bytes], &[], values);
+            } else {
+                checked.view().decode_row(at, values);
+            }
+        }
+        Ok(())
+    })?;
+    if let Some(element) = out.iter().position(|value| !value.is_finite()) {
+        return Err(LoadError::NonFinite {
+            tensor: source.name.clone(),
+            path: reader.path(source.weights.file).to_owned(),
+            element,
+        });
+    }
+    Ok(out)
+}
+
+fn row_desc(reader: &Reader, source: &QSource) -> Result<MatrixDesc, LoadError> {
+    let desc = MatrixDesc::for_rows(source.format, source.rows, source.cols);
+    desc.map_err(|error| LoadError::Format {
+        tensor: source.name.clone(),
+        path: reader.path(source.weights.file).to_owned(),
+        row: 0,
+        offset: source.weights.offset,
+        source: error,
+    })
+}
+
+/// Where the three matrices of an expert lie, and what they are.
+#[derive(Clone, Debug)]
+pub struct ExpertSource {
+    /// Formats and shapes, shared by experts of the same kind.
+    pub desc: Arc<ExpertDesc>,
+    /// Gate, up, down: weights and, where the format keeps them apart, scales.
+    parts: [(ByteRange, Option<ByteRange>); 3],
+}
+
+impl ExpertSource {
+    /// Bytes read to load the expert.
+    pub fn file_bytes(&self) -> u64 {
+        self.parts.iter().map(|(weights, scales)| weights.len + scales.map_or(0, |s| s.len)).sum()
+    }
+
+    /// Largest read buffer its loading needs: one matrix with its scales.
+    pub fn buffer_bytes(&self) -> u64 {
+        let part = |(weights, scales): &(ByteRange, Option<ByteRange>)| {
+            weights.len + scales.map_or(0, |s| s.len)
+        };
+        self.parts.iter().map(part).max().unwrap_or(0)
+    }
+}
+
+/// The experts of a model, by layer.
+#[derive(Debug, Default)]
+pub struct ExpertTable {
+    layers: Vec<Vec<ExpertSource>>,
+}
+
+impl ExpertTable {
+    /// Resolves the experts of `layers` (empty entries for layers without any). `int8` says
+    /// whether int8 activations may meet routed experts.
+    pub fn new(
+        model: &Model,
+        layers: impl Iterator<Item = (usize, usize)>,
+        int8: bool,
+    ) -> Result<ExpertTable, ContainerError> {
+        let mut descs: HashMap<[(Format, usize, usize); 3], Arc<ExpertDesc>> = HashMap::new();
+        let mut table = ExpertTable::default();
+        for (layer, experts) in layers {
+            table.layers.resize_with(table.layers.len().max(layer + 1), Vec::new);
+            table.layers[layer].reserve_exact(experts);
+            for expert in 0..experts {
+                let sources = model.expert_sources(layer, expert)?;
+                let key = sources.each_ref().map(|s| (s.format, s.rows, s.cols));
+                let desc = match descs.get(&key) {
+                    Some(desc) => desc.clone(),
+                    None => {
+                        let desc = Arc::new(expert_desc(&sources, int8)?);
+                        descs.insert(key, desc.clone());
+                        desc
+                    }
+                };
+                let parts = sources.map(|source| {
+                    let kept = source.scales.filter(|_| source.format != Format::E8Iq3);
+                    (source.weights, kept)
+                });
+                table.layers[layer].push(ExpertSource { desc, parts });
+            }
+        }
+        Ok(table)
+    }
+
+    /// Number of layers, those without experts included.
+    pub fn layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// The experts of a layer.
+    pub fn layer(&self, layer: usize) -> &[ExpertSource] {
+        self.layers.get(layer).map_or(&[], Vec::as_slice)
+    }
+
+    /// Every expert.
+    pub fn iter(&self) -> impl Iterator<Item = &ExpertSource> {
+        self.layers.iter().flatten()
+    }
+
+    /// Bytes of the largest expert in memory; 0 without experts.
+    pub fn slot_bytes_max(&self) -> u64 {
+        self.iter().map(|source| source.desc.bytes() as u64).max().unwrap_or(0)
+    }
+
+    /// Bytes of all experts in memory.
+    pub fn total_bytes(&self) -> u64 {
+        self.iter().map(|source| source.desc.bytes() as u64).sum()
+    }
+}
+
+fn expert_desc(sources: &[QSource; 3], int8: bool) -> Result<ExpertDesc, ContainerError> {
+    let desc = |source: &QSource| {
+        MatrixDesc::for_matmul(source.format, source.rows, source.cols, int8).map_err(|error| {
+            ContainerError::Config {
+                source_name: source.name.clone(),
+                field: "shape".to_owned(),
+                problem: error.to_string(),
+            }
+        })
+    };
+    Ok(ExpertDesc { gate: desc(&sources[0])?, up: desc(&sources[1])?, down: desc(&sources[2])? })
+}
+
+/// Reads an expert and stores it in `slot`, of its descriptor's bytes. `buffer` is reused between
+/// calls. Errors name the place by `(layer, expert)` words of the caller.
+pub fn load_expert(
+    reader: &Reader,
+    name: &str,
+    source: &ExpertSource,
+    buffer: &mut Vec<u8>,
+    slot: &mut [u8],
+) -> Result<(), LoadError> {
+    slot.fill(0);
+    for (matrix, (weights, scales)) in source.parts.iter().enumerate() {
+        let (weight_bytes, scale_bytes) =
+            (weights.len as usize, scales.map_or(0, |s| s.len as usize));
+        if buffer.len() < weight_bytes + scale_bytes {
+            buffer.resize(weight_bytes + scale_bytes, 0);
+        }
+        let (weight_buffer, rest) = buffer.split_at_mut(weight_bytes);
+        let scale_buffer = &mut rest[..scale_bytes];
+        let read = |range: &ByteRange, buffer: &mut [u8]| {
+            reader
+                .read_exact(range.file, range.offset, buffer)
+                .map_err(|source| LoadError::Read { tensor: name.to_owned(), source })
+        };
+        read(weights, weight_buffer)?;
+        if let Some(scales) = scales {
+            read(scales, scale_buffer)?;
+        }
+        source.desc.store(matrix, weight_buffer, scale_buffer, slot).map_err(|error| {
+            LoadError::Format {
+                tensor: format!("{name} {}", ["gate", "up", "down"][matrix]),
+                path: reader.path(weights.file).to_owned(),
+                row: 0,
+                offset: weights.offset,
+                source: error,
+            }
+        })?;
+    }
+    Ok(())
+}
