@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from data import PREFIX, windows
 
@@ -111,6 +112,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     model = load(arguments.folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.folder)
     if arguments.heldout:

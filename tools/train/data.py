@@ -30,6 +30,8 @@ SHARED_RUN = 24
 TEMPERATURE = 0.5
 """A topic is drawn with probability proportional to boost * tokens ** TEMPERATURE."""
 BOOSTS = {"casual": 1.6, "math": 1.4, "translation": 1.5}
+CONTEXTS = {256: 0.4, 512: 0.3, 1024: 0.2, 2046: 0.1}
+"""Share of the batches of each context length. The longest uses every position the model has."""
 START_OF_DOCUMENT = 0.3
 """Share of the windows that begin at the beginning of a document."""
 
@@ -171,14 +173,14 @@ def windows(tokens: NDArray[np.int16], context: int) -> Tensor:
 
 
 def batches(dataset: Dataset, rng: np.random.Generator, tokens: int) -> Iterator[Tensor]:
-    """Endless batches [rows, context + 2] of about `tokens` tokens, of context 256 or 512."""
+    """Endless batches [rows, context + 2] of about `tokens` tokens."""
     names = list(dataset.topics)
     weights = np.array(
         [BOOSTS.get(name, 1.0) * len(dataset.topics[name].tokens) ** TEMPERATURE for name in names]
     )
     weights /= weights.sum()
     while True:
-        context = 512 if rng.random() < 0.35 else 256
+        context = int(rng.choice(list(CONTEXTS), p=list(CONTEXTS.values())))
         rows = []
         for index in rng.choice(len(names), tokens // context, p=weights):
             topic = dataset.topics[names[index]]

@@ -35,7 +35,7 @@ SEED = 417
 EVALUATION_CONTEXT = 256
 STEP_CAP = 10.0
 WARM_UP_STEPS = 100
-CONSTANT_SHARE = 0.45
+CONSTANT_SHARE = 0.35
 FINAL_RATE = 0.02
 MTP_WEIGHT = 0.3
 BALANCE_RATE = 2e-3
@@ -144,6 +144,8 @@ class Trainer:
             for optimizer, saved in zip(self.optimizers, state["optimizers"]):
                 optimizer.load_state_dict(saved)
             self.progress = state["progress"]
+            if self.progress.decay_from is None:
+                self.progress.budget = arguments.minutes * 60
         elif arguments.init:
             load_hf(self.model, arguments.init)
             self.progress.initial = "an earlier checkpoint"
@@ -268,9 +270,9 @@ def main() -> None:
     )
     parser.add_argument("corpus", type=Path, help="folder that corpus.py wrote")
     parser.add_argument("run", type=Path, help="folder of this run")
-    parser.add_argument("--minutes", type=float, default=90.0)
+    parser.add_argument("--minutes", type=float, default=90.0, help="budget of the whole run")
     parser.add_argument("--init", type=Path, help="exported checkpoint to start from")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
