@@ -10,6 +10,7 @@ from families import GLM_BASE, OLMOE_BASE
 
 EXPERTS = "*.mlp.experts.*"
 DENSE_PROJECTIONS = [
+    ("*.indexer.weights_proj.weight", "bf16"),
     ("*.self_attn.*_proj.weight", "int8-row"),
     ("*.self_attn.kv_a_proj_with_mqa.weight", "int8-row"),
     ("*.self_attn.indexer.wq_b.weight", "int8-row"),

@@ -23,8 +23,8 @@ from transformers.utils import logging
 from data import PREFIX, windows
 
 EVALUATION_CONTEXT = 256
-PIECE = 510
-"""Tokens of text per piece; with the prefix a piece has 512."""
+PIECES = (254, 510, 1022)
+"""Tokens of text per piece; the prefix adds two."""
 LARGEST_DIFFERENCE = 0.02
 PROMPTS = [
     "Once upon a time",
@@ -54,11 +54,11 @@ def load(folder: Path) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def text_perplexity(model: torch.nn.Module, ids: list[int]) -> float:
+def text_perplexity(model: torch.nn.Module, ids: list[int], length: int) -> float:
     """Perplexity of a text cut into pieces, each after the prefix; the prefix is not scored."""
     total = 0.0
-    for start in range(0, len(ids), PIECE):
-        piece = torch.tensor([PREFIX + ids[start : start + PIECE]])
+    for start in range(0, len(ids), length):
+        piece = torch.tensor([PREFIX + ids[start : start + length]])
         logits = model(piece).logits[0, len(PREFIX) - 1 : -1]
         total += F.cross_entropy(logits, piece[0, len(PREFIX) :], reduction="sum").item()
     return math.exp(total / len(ids))
@@ -117,11 +117,11 @@ def main() -> None:
     model = load(arguments.folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.folder)
     if arguments.heldout:
+        print("perplexity of the text in pieces of", *PIECES, "tokens")
         for file in sorted(arguments.heldout.glob("*.txt")):
             ids = tokenizer.encode(file.read_text(encoding="utf-8"), add_special_tokens=False)
-            print(
-                f"{file.stem:12} {len(ids):6} tokens, perplexity {text_perplexity(model, ids):.3f}"
-            )
+            columns = [f"{text_perplexity(model, ids, length):9.3f}" for length in PIECES]
+            print(f"{file.stem:12} {len(ids):6} tokens", *columns)
     agrees = not arguments.dataset or check_trainer(model, arguments.folder, arguments.dataset)
     for prompt in PROMPTS:
         print(repr(prompt), "->", repr(write(model, tokenizer, prompt)))
