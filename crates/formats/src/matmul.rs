@@ -7,11 +7,13 @@
 //! rows are only grouped to decode weights once for several of them.
 
 use std::array;
+use std::ops::Range;
 
 use numerics::int8::{Int8Row, Int8Rows};
 use numerics::lanes::{self, LANES, Lanes};
 use numerics::multiversion;
 use numerics::simd::Simd;
+use numerics::team::Columns;
 use numerics::{Compute, NumericError};
 
 use crate::format::FP8_BLOCK;
@@ -43,13 +45,9 @@ pub fn matmul(
     let outputs = matrix.desc.rows();
     assert_eq!(out.len(), count * outputs);
     let operand = input.operand(compute, &matrix.desc)?;
-    let job = Job {
-        matrix,
-        operand,
-        rows: Rows { selected: rows, count },
-        out: Out { at: out.as_mut_ptr(), len: out.len(), outputs },
-    };
-    compute.team.split(outputs, GRAIN, |start, end| run(compute.isa, &job, start, end));
+    let job = Job { matrix, operand, rows: Rows { selected: rows, count } };
+    let step = compute.team.step(outputs, GRAIN);
+    compute.team.columns(out, outputs, step, |out| run(compute.isa, &job, out));
     Ok(())
 }
 
@@ -67,78 +65,54 @@ impl Rows<'_> {
     }
 }
 
-/// The output matrix, written by several threads in disjoint columns.
-#[derive(Clone, Copy)]
-struct Out {
-    at: *mut f32,
-    len: usize,
-    outputs: usize,
-}
-
-// SAFETY: each task of a job writes only the columns it was given, see `Team::split`.
-unsafe impl Sync for Out {}
-
-impl Out {
-    /// Writes `values` to columns `column ..` of row `row`. A job's tasks own disjoint columns.
-    #[inline(always)]
-    fn put(&self, row: usize, column: usize, values: &[f32]) {
-        let at = row * self.outputs + column;
-        assert!(column + values.len() <= self.outputs && at + values.len() <= self.len);
-        // SAFETY: the range is inside the output slice, which outlives the job, and no other
-        // task touches these columns.
-        unsafe { self.at.add(at).copy_from_nonoverlapping(values.as_ptr(), values.len()) }
-    }
-}
-
 struct Job<'a> {
     matrix: MatrixRef<'a>,
     operand: Operand<'a>,
     rows: Rows<'a>,
-    out: Out,
 }
 
 multiversion! {
-    /// Computes output columns `start..end` (start a multiple of 16) for all rows.
-    fn run(isa, job: &Job<'_>, start: usize, end: usize) => run_kernel;
+    /// Computes the columns of `out` (from a multiple of 16 on) for all rows.
+    fn run(isa, job: &Job<'_>, out: &mut Columns<'_>) => run_kernel;
 }
 
 #[inline(always)]
-fn run_kernel<S: Simd>(simd: S, job: &Job<'_>, start: usize, end: usize) {
+fn run_kernel<S: Simd>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
     match job.matrix.desc.format() {
-        Format::F32 => plain_rows::<S, F32>(simd, job, start, end),
-        Format::Bf16 => plain_rows::<S, Bf16>(simd, job, start, end),
-        Format::F16 => plain_rows::<S, F16>(simd, job, start, end),
-        Format::Fp8B128(_) => plain_rows::<S, E4m3>(simd, job, start, end),
-        Format::Int8Row => tiles::<S, Int8>(simd, job, start, end),
-        Format::Int4Row => tiles::<S, Int4<false>>(simd, job, start, end),
-        Format::Int2Row => tiles::<S, Int2>(simd, job, start, end),
-        Format::Int4Grouped(_) => tiles::<S, Int4<true>>(simd, job, start, end),
-        Format::Int3G64 => tiles::<S, Int3>(simd, job, start, end),
-        Format::E8Iq3 => tiles::<S, e8::E8>(simd, job, start, end),
-        Format::Mxfp4 => tiles::<S, Mxfp4>(simd, job, start, end),
+        Format::F32 => plain_rows::<S, F32>(simd, job, out),
+        Format::Bf16 => plain_rows::<S, Bf16>(simd, job, out),
+        Format::F16 => plain_rows::<S, F16>(simd, job, out),
+        Format::Fp8B128(_) => plain_rows::<S, E4m3>(simd, job, out),
+        Format::Int8Row => tiles::<S, Int8>(simd, job, out),
+        Format::Int4Row => tiles::<S, Int4<false>>(simd, job, out),
+        Format::Int2Row => tiles::<S, Int2>(simd, job, out),
+        Format::Int4Grouped(_) => tiles::<S, Int4<true>>(simd, job, out),
+        Format::Int3G64 => tiles::<S, Int3>(simd, job, out),
+        Format::E8Iq3 => tiles::<S, e8::E8>(simd, job, out),
+        Format::Mxfp4 => tiles::<S, Mxfp4>(simd, job, out),
     }
 }
 
 #[inline(always)]
-fn tiles<S: Simd, C: Codes>(simd: S, job: &Job<'_>, start: usize, end: usize) {
+fn tiles<S: Simd, C: Codes>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
     let Some((shape, tile_bytes)) = job.matrix.desc.tile() else {
         // A matrix of these formats kept row by row is only ever decoded.
         panic!("a {} matrix stored by rows cannot be multiplied", job.matrix.desc.format());
     };
-    for column in (start..end).step_by(ROWS) {
+    for column in out.range().step_by(ROWS) {
         let tile = &job.matrix.data[column / ROWS * tile_bytes..][..tile_bytes];
-        let columns = ROWS.min(end - column);
+        let columns = ROWS.min(out.range().end - column);
         let mut row = 0;
         while job.rows.count - row >= 4 {
-            tile_rows::<S, C, 4>(simd, job, &shape, tile, row, column, columns);
+            tile_rows::<S, C, 4>(simd, job, &shape, tile, row, column..column + columns, out);
             row += 4;
         }
         if job.rows.count - row >= 2 {
-            tile_rows::<S, C, 2>(simd, job, &shape, tile, row, column, columns);
+            tile_rows::<S, C, 2>(simd, job, &shape, tile, row, column..column + columns, out);
             row += 2;
         }
         if job.rows.count > row {
-            tile_rows::<S, C, 1>(simd, job, &shape, tile, row, column, columns);
+            tile_rows::<S, C, 1>(simd, job, &shape, tile, row, column..column + columns, out);
         }
     }
 }
@@ -150,8 +124,8 @@ fn tile_rows<S: Simd, C: Codes, const R: usize>(
     shape: &TileShape,
     tile: &[u8],
     row: usize,
-    column: usize,
-    columns: usize,
+    columns: Range<usize>,
+    out: &mut Columns<'_>,
 ) {
     let sums: [S::F; R] = match job.operand {
         Operand::Int8(x) => int8_tile::<S, C, R>(simd, shape, tile, x, &job.rows, row),
@@ -163,7 +137,7 @@ fn tile_rows<S: Simd, C: Codes, const R: usize>(
     for (r, sum) in sums.into_iter().enumerate() {
         let mut values = [0.0; ROWS];
         simd.store_f32(sum, &mut values);
-        job.out.put(row + r, column, &values[..columns]);
+        out.put(row + r, columns.start, &values[..columns.len()]);
     }
 }
 
@@ -344,21 +318,21 @@ plain_row!(F16, 2, load_f16);
 plain_row!(E4m3, 1, load_e4m3);
 
 #[inline(always)]
-fn plain_rows<S: Simd, P: PlainRow>(simd: S, job: &Job<'_>, start: usize, end: usize) {
+fn plain_rows<S: Simd, P: PlainRow>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
     let Operand::F32 { rows, stride } = job.operand else {
         panic!("{} weights take f32 activations", job.matrix.desc.format());
     };
     let select = |row: usize| &rows[job.rows.get(row) * stride..][..stride];
-    for pass in (start..end).step_by(ROW_PASS) {
-        let columns = pass..(pass + ROW_PASS).min(end);
+    for pass in out.range().step_by(ROW_PASS) {
+        let columns = pass..(pass + ROW_PASS).min(out.range().end);
         let mut row = 0;
         while job.rows.count - row >= 4 {
             let x = array::from_fn(|r| select(row + r));
-            plain_dots::<S, P, 4>(simd, job, columns.clone(), row, x);
+            plain_dots::<S, P, 4>(simd, job, columns.clone(), row, x, out);
             row += 4;
         }
         while job.rows.count > row {
-            plain_dots::<S, P, 1>(simd, job, columns.clone(), row, [select(row)]);
+            plain_dots::<S, P, 1>(simd, job, columns.clone(), row, [select(row)], out);
             row += 1;
         }
     }
@@ -368,9 +342,10 @@ fn plain_rows<S: Simd, P: PlainRow>(simd: S, job: &Job<'_>, start: usize, end: u
 fn plain_dots<S: Simd, P: PlainRow, const R: usize>(
     simd: S,
     job: &Job<'_>,
-    columns: std::ops::Range<usize>,
+    columns: Range<usize>,
     row: usize,
     x: [&[f32]; R],
+    out: &mut Columns<'_>,
 ) {
     let cols = job.matrix.desc.cols();
     for column in columns {
@@ -390,7 +365,7 @@ fn plain_dots<S: Simd, P: PlainRow, const R: usize>(
             _ => dot_run::<S, P, R>(simd, weights, &x, 0, None, &mut acc),
         }
         for (r, acc) in acc.into_iter().enumerate() {
-            job.out.put(row + r, column, &[lanes::fold(simd, acc)]);
+            out.put(row + r, column, &[lanes::fold(simd, acc)]);
         }
     }
 }

@@ -1,1 +1,24 @@
-//! Not yet.
+//! Model families over shared blocks: one file per family, one per block.
+//!
+//! A family turns rows (token, sequence, position) into hidden states and logits. It keeps its
+//! dense weights; routed experts are asked from an [`experts::ExpertBackend`], key/value state
+//! from a [`KvStore`]. Sessions, sampling and files are other crates' business.
+
+mod attend;
+mod block;
+mod dsa;
+mod error;
+mod family;
+mod glm;
+mod gqa;
+mod kv;
+mod mla;
+mod mlp;
+mod moe;
+mod olmoe;
+mod weights;
+
+pub use error::ModelError;
+pub use family::{Family, Row, open_family};
+pub use kv::{KvKind, KvShape, KvStore};
+pub use weights::{DenseLoad, int8_classes, takes_int8};

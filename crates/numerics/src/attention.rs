@@ -49,6 +49,42 @@ impl Running {
     }
 }
 
+/// Columns of the output kept in registers while the keys pass.
+const COLUMNS: usize = 64;
+
+#[inline(always)]
+fn scores_kernel<S: Simd>(simd: S, query: &[f32], keys: &[&[f32]], scale: f32, out: &mut [f32]) {
+    for (out, key) in out.iter_mut().zip(keys) {
+        *out = lanes::dot_in(simd, query, key) * scale;
+    }
+}
+
+#[inline(always)]
+fn weighted_sum_kernel<S: Simd>(simd: S, weights: &[f32], values: &[&[f32]], out: &mut [f32]) {
+    let full = out.len() / COLUMNS * COLUMNS;
+    for start in (0..full).step_by(COLUMNS) {
+        let mut acc = [simd.splat_f32(0.0); COLUMNS / 16];
+        for (weight, value) in weights.iter().zip(values) {
+            let weight = simd.splat_f32(*weight);
+            let columns = value[start..start + COLUMNS].as_chunks::<16>().0;
+            for (acc, column) in acc.iter_mut().zip(columns) {
+                *acc = simd.fma(weight, simd.load_f32(column), *acc);
+            }
+        }
+        let columns = out[start..start + COLUMNS].as_chunks_mut::<16>().0;
+        for (acc, column) in acc.into_iter().zip(columns) {
+            simd.store_f32(acc, column);
+        }
+    }
+    for (column, out) in out.iter_mut().enumerate().skip(full) {
+        let mut acc = 0.0;
+        for (weight, value) in weights.iter().zip(values) {
+            acc = f32::mul_add(*weight, value[column], acc);
+        }
+        *out = acc;
+    }
+}
+
 #[inline(always)]
 fn merge_kernel<S: Simd>(_simd: S, block_out: &[f32], take: f32, keep: f32, out: &mut [f32]) {
     for (out, block) in out.iter_mut().zip(block_out) {
@@ -64,6 +100,13 @@ fn divide_kernel<S: Simd>(_simd: S, out: &mut [f32], by: f32) {
 }
 
 multiversion! {
+    /// `out[k]` = the rule-2 dot of the query with key `k`, times the scale once.
+    pub fn scores(isa, query: &[f32], keys: &[&[f32]], scale: f32, out: &mut [f32])
+        => scores_kernel;
+    /// `out[c]` = sum over keys, ascending, of `weights[k] · values[k][c]`, one fused
+    /// multiply-add each. Values may be longer than `out`.
+    pub fn weighted_sum(isa, weights: &[f32], values: &[&[f32]], out: &mut [f32])
+        => weighted_sum_kernel;
     fn merge_rows(isa, block_out: &[f32], take: f32, keep: f32, out: &mut [f32]) => merge_kernel;
     fn divide(isa, out: &mut [f32], by: f32) => divide_kernel;
 }
@@ -84,9 +127,8 @@ mod tests {
                 let mut weights = scores.to_vec();
                 let block = Running::weigh(isa, &mut weights);
                 let mut part = [0.0];
-                for (weight, value) in weights.iter().zip(values) {
-                    lanes::axpy(isa, *weight, &[*value], &mut part);
-                }
+                let rows: Vec<&[f32]> = values.chunks(1).collect();
+                weighted_sum(isa, &weights, &rows, &mut part);
                 running.merge(isa, block, &part, &mut out);
             }
             running.finish(isa, &mut out);
@@ -96,6 +138,27 @@ mod tests {
                 weights.iter().zip(&values).map(|(w, v)| w * f64::from(*v)).sum::<f64>() / total;
             assert!((f64::from(out[0]) - want).abs() < 1e-5);
             assert_eq!(*bits.get_or_insert(out[0].to_bits()), out[0].to_bits(), "{isa:?}");
+        }
+    }
+
+    #[test]
+    fn weighted_sums_take_keys_in_ascending_order_at_every_level() {
+        let weights: Vec<f32> = (0..37).map(|i| (i as f32 * 0.7).cos()).collect();
+        for width in [1, 15, 64, 100, 576] {
+            let rows: Vec<Vec<f32>> = (0..37)
+                .map(|k| (0..width + 3).map(|c| ((k * 31 + c) as f32).sin()).collect())
+                .collect();
+            let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
+            let want: Vec<f32> = (0..width)
+                .map(|c| {
+                    weights.iter().zip(&rows).fold(0.0, |acc, (w, r)| f32::mul_add(*w, r[c], acc))
+                })
+                .collect();
+            for isa in Isa::available() {
+                let mut out = vec![9.0; width];
+                weighted_sum(isa, &weights, &rows, &mut out);
+                assert_eq!(out, want, "{isa:?} width {width}");
+            }
         }
     }
 }

@@ -4,6 +4,8 @@
 //! exactly one thread. Results must not depend on which thread runs a task.
 
 use std::cell::UnsafeCell;
+use std::marker::PhantomData;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -171,17 +173,63 @@ impl Team {
         }
     }
 
-    /// Runs `task(start, end)` over pieces of `0..len`, cut at multiples of `grain`, about two
-    /// per thread.
-    pub fn split(&self, len: usize, grain: usize, task: impl Fn(usize, usize) + Sync) {
-        let grains = len.div_ceil(grain.max(1));
-        let pieces = if self.threads() == 1 { 1 } else { (2 * self.threads()).min(grains) };
-        self.run(pieces, |piece| {
-            let start = grains * piece / pieces * grain;
-            let end = (grains * (piece + 1) / pieces * grain).min(len);
-            if start < end {
-                task(start, end);
-            }
+    /// Items per task that give each thread about two tasks, as a multiple of `grain`.
+    pub fn step(&self, len: usize, grain: usize) -> usize {
+        let tasks = if self.threads() == 1 { 1 } else { 2 * self.threads() };
+        len.div_ceil(grain).div_ceil(tasks).max(1) * grain
+    }
+}
+
+/// The columns of a row-major matrix that one task owns and fills.
+pub struct Columns<'a> {
+    at: *mut f32,
+    len: usize,
+    width: usize,
+    range: Range<usize>,
+    _borrow: PhantomData<&'a mut [f32]>,
+}
+
+impl Columns<'_> {
+    /// The columns of this task.
+    pub fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// Writes `values` to columns `column ..` of row `row`, which must be this task's.
+    #[inline(always)]
+    pub fn put(&mut self, row: usize, column: usize, values: &[f32]) {
+        let at = row * self.width + column;
+        let end = column + values.len();
+        assert!(
+            column >= self.range.start && end <= self.range.end && at + values.len() <= self.len
+        );
+        // SAFETY: the range is inside the borrowed matrix; its columns belong to this task alone,
+        // and `&mut self` keeps its own writes apart.
+        unsafe { self.at.add(at).copy_from_nonoverlapping(values.as_ptr(), values.len()) }
+    }
+}
+
+/// A pointer that tasks may carry to other threads.
+struct Shareable(*mut f32);
+
+// SAFETY: only `Team::columns` uses it, to give each task its own disjoint columns.
+unsafe impl Sync for Shareable {}
+
+impl Team {
+    /// Fills a matrix of rows of `width` numbers: one task per `step` columns, from the left.
+    pub fn columns(
+        &self,
+        out: &mut [f32],
+        width: usize,
+        step: usize,
+        task: impl Fn(&mut Columns<'_>) + Sync,
+    ) {
+        assert!(step > 0);
+        let (base, len) = (Shareable(out.as_mut_ptr()), out.len());
+        let base = &base;
+        self.run(width.div_ceil(step), |piece| {
+            let range = piece * step..((piece + 1) * step).min(width);
+            task(&mut Columns { at: base.0, len, width, range, _borrow: PhantomData });
         });
     }
 }
@@ -239,18 +287,27 @@ mod tests {
     }
 
     #[test]
-    fn pieces_cover_the_range_once_and_start_at_multiples_of_the_grain() {
+    fn every_column_is_filled_by_one_task() {
         let team = Team::new(3).unwrap();
-        for len in [0, 1, 15, 16, 17, 100, 1000] {
-            let hits: Vec<AtomicUsize> = (0..len).map(|_| AtomicUsize::new(0)).collect();
-            team.split(len, 16, |start, end| {
-                assert!(start % 16 == 0 && (end % 16 == 0 || end == len));
-                (start..end).for_each(|i| {
-                    hits[i].fetch_add(1, Ordering::Relaxed);
-                });
+        for width in [1, 15, 16, 17, 100, 1000] {
+            let mut out = vec![0.0; 3 * width];
+            team.columns(&mut out, width, team.step(width, 16), |columns| {
+                assert!(columns.range().start.is_multiple_of(16));
+                for row in 0..3 {
+                    for column in columns.range() {
+                        columns.put(row, column, &[(row * width + column) as f32]);
+                    }
+                }
             });
-            assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 1), "length {len}");
+            assert!(out.iter().enumerate().all(|(i, v)| *v == i as f32), "width {width}");
         }
+    }
+
+    #[test]
+    #[should_panic(expected = "a compute task panicked")]
+    fn a_task_cannot_write_the_columns_of_another() {
+        let team = Team::new(2).unwrap();
+        team.columns(&mut [0.0; 8], 8, 4, |columns| columns.put(0, 3, &[1.0, 2.0]));
     }
 
     #[test]

@@ -1,0 +1,72 @@
+//! The seam between a step and a family.
+
+use container::{Config, Family as FamilyId, Model};
+use experts::{ExpertBackend, Ledger, Reader};
+use numerics::Compute;
+use numerics::rope::RopeTable;
+
+use crate::error::ModelError;
+use crate::glm::Glm;
+use crate::kv::{KvShape, KvStore};
+use crate::olmoe::Olmoe;
+use crate::weights::DenseLoad;
+
+/// One token of a step.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Row {
+    /// Token id.
+    pub token: u32,
+    /// Sequence, an index into the step's key/value store.
+    pub sequence: usize,
+    /// Position in its sequence. Rows of a sequence come in ascending, gapless order.
+    pub position: usize,
+}
+
+/// What every block of a layer is given.
+#[derive(Clone, Copy)]
+pub(crate) struct Step<'a> {
+    pub compute: &'a Compute,
+    pub layer: usize,
+    pub rope: &'a RopeTable,
+    pub rows: &'a [Row],
+}
+
+/// A loaded model: dense weights and the mathematics over them.
+pub trait Family: Send + Sync {
+    /// The configuration.
+    fn config(&self) -> &Config;
+
+    /// Widths of the key/value state.
+    fn kv_shape(&self) -> &KvShape;
+
+    /// Bytes of dense weights and tables in memory.
+    fn dense_bytes(&self) -> u64;
+
+    /// Final hidden states of the rows, `[rows, hidden]`, before the last norm.
+    fn forward(
+        &self,
+        compute: &Compute,
+        rows: &[Row],
+        kv: &mut dyn KvStore,
+        experts: &dyn ExpertBackend,
+    ) -> Result<Vec<f32>, ModelError>;
+
+    /// Logits of hidden states, `[rows, vocab]`.
+    fn logits(&self, compute: &Compute, hidden: &[f32]) -> Result<Vec<f32>, ModelError>;
+}
+
+/// Loads the dense weights of a model for contexts of up to `positions` tokens. `progress` is
+/// told bytes done and bytes in all.
+pub fn open_family(
+    model: &Model,
+    reader: &Reader,
+    ledger: &std::sync::Arc<Ledger>,
+    positions: usize,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Box<dyn Family>, ModelError> {
+    let load = DenseLoad::new(model, reader, ledger, progress);
+    Ok(match model.config.family {
+        FamilyId::GlmMoeDsa => Box::new(Glm::load(load, positions)?),
+        FamilyId::Olmoe => Box::new(Olmoe::load(load, positions)?),
+    })
+}

@@ -1,0 +1,243 @@
+//! GLM with latent attention, sparse-attention indexer, and routed plus shared experts.
+//!
+//! Source: `glm_moe_dsa` of transformers. The multi-token-prediction layer is read and checked
+//! when it is stored; nothing computes with it yet, so it is not kept.
+
+use container::{Attention, Config, IndexerKind, LayerKind, Presence, Role};
+use experts::ExpertBackend;
+use formats::{Input, QTensor};
+use numerics::rope::RopeTable;
+use numerics::{Compute, function};
+
+use crate::block::{check_finite, embed, head_logits, rms_rows};
+use crate::dsa::{Indexer, Selections};
+use crate::error::ModelError;
+use crate::family::{Family, Row, Step};
+use crate::kv::{KvShape, KvStore};
+use crate::mla::{Mla, MlaShape};
+use crate::mlp;
+use crate::moe::Moe;
+use crate::weights::{DenseLoad, DenseMemory, Ffn};
+
+enum FeedForward {
+    Dense(Box<Ffn>),
+    Sparse(Box<Moe>),
+}
+
+/// Where a layer's key selection comes from.
+enum Select {
+    /// Its own indexer.
+    Own(Box<Indexer>),
+    /// The last selection made.
+    Inherit,
+    /// There is no indexer: all keys, up to this many.
+    AllUpTo(usize),
+}
+
+struct Layer {
+    input_norm: Vec<f32>,
+    attention: Mla,
+    select: Select,
+    post_norm: Vec<f32>,
+    feed_forward: FeedForward,
+}
+
+/// The family.
+pub struct Glm {
+    config: Config,
+    kv_shape: KvShape,
+    embedding: QTensor,
+    layers: Vec<Layer>,
+    final_norm: Vec<f32>,
+    /// `None` where the embedding is the head.
+    head: Option<QTensor>,
+    rope: RopeTable,
+    memory: DenseMemory,
+}
+
+impl Glm {
+    /// Loads the dense weights.
+    pub fn load(mut load: DenseLoad<'_>, positions: usize) -> Result<Glm, ModelError> {
+        let config = load.config().clone();
+        let has_indexer = load.model().report().indexer == Presence::Present;
+        let Some(shape) = MlaShape::new(&config) else {
+            return Err(ModelError::Container(container::ContainerError::Config {
+                source_name: "config.json".to_owned(),
+                field: "attention".to_owned(),
+                problem: "this family has latent attention".to_owned(),
+            }));
+        };
+        let rope = RopeTable::new(shape.rope_dim(), config.rope_theta, positions);
+        load.reserve_table(rope.bytes())?;
+        let embedding = if config.tie_embeddings {
+            load.matrix_and_rows(Role::Embedding, None)?
+        } else {
+            load.rows(Role::Embedding, None)?
+        };
+        let layers = (0..config.layers)
+            .map(|layer| Layer::load(&mut load, &config, shape, has_indexer, layer))
+            .collect::<Result<_, _>>()?;
+        let final_norm = load.vector(Role::FinalNorm, None)?;
+        let head = if config.tie_embeddings { None } else { Some(load.matrix(Role::Head, None)?) };
+        if load.model().report().mtp == Presence::Present {
+            for layer in config.layers..config.all_layers() {
+                check_mtp(&mut load, &config, shape, layer)?;
+            }
+        }
+        let kv_shape = KvShape::new(&config, |layer| {
+            has_indexer && config.indexer_kind(layer) == Some(IndexerKind::Full)
+        });
+        let memory = load.finish();
+        Ok(Glm { config, kv_shape, embedding, layers, final_norm, head, rope, memory })
+    }
+}
+
+impl Layer {
+    fn load(
+        load: &mut DenseLoad<'_>,
+        config: &Config,
+        shape: MlaShape,
+        has_indexer: bool,
+        layer: usize,
+    ) -> Result<Layer, ModelError> {
+        let at = Some(layer);
+        let Attention::Mla { indexer, .. } = &config.attention else { unreachable_family() };
+        let select = match (indexer, config.indexer_kind(layer)) {
+            (Some(indexer), Some(IndexerKind::Full)) if has_indexer => {
+                Select::Own(Box::new(Indexer::load(load, indexer, layer)?))
+            }
+            (Some(_), Some(IndexerKind::Shared)) if has_indexer => Select::Inherit,
+            (Some(indexer), _) => Select::AllUpTo(indexer.topk),
+            (None, _) => Select::AllUpTo(usize::MAX),
+        };
+        let feed_forward = match config.layer_kind(layer) {
+            Some(LayerKind::Dense) => {
+                let roles = [Role::DenseGate, Role::DenseUp, Role::DenseDown];
+                FeedForward::Dense(Box::new(load.ffn(roles, at)?))
+            }
+            _ => FeedForward::Sparse(Box::new(Moe::load(load, config, layer)?)),
+        };
+        Ok(Layer {
+            input_norm: load.vector(Role::InputNorm, at)?,
+            attention: Mla::load(load, shape, layer)?,
+            select,
+            post_norm: load.vector(Role::PostAttentionNorm, at)?,
+            feed_forward,
+        })
+    }
+
+    fn forward(
+        &self,
+        step: &Step<'_>,
+        config: &Config,
+        x: &mut [f32],
+        selections: &mut Selections,
+        kv: &mut dyn KvStore,
+        experts: &dyn ExpertBackend,
+    ) -> Result<(), ModelError> {
+        let Step { compute, layer, rows, .. } = *step;
+        let numeric = ModelError::at(layer);
+        let hidden = config.hidden_size;
+        let normed = rms_rows(compute, x, &self.input_norm, config.rms_norm_eps);
+        let input = Input::new("attention input", normed, hidden);
+        let latent = self.attention.query_latent(compute, &input).map_err(&numeric)?;
+        let width = latent.len() / rows.len();
+        let latent = Input::new("query latent", latent, width);
+        self.attention.write_keys(step, &input, kv).map_err(&numeric)?;
+        match &self.select {
+            Select::Own(indexer) => {
+                *selections = indexer.select(step, &input, &latent, kv).map_err(&numeric)?;
+            }
+            Select::Inherit => {}
+            Select::AllUpTo(topk) => {
+                if let Some(row) = rows.iter().find(|row| row.position >= *topk) {
+                    let position = row.position;
+                    return Err(ModelError::NoIndexer { layer, position, topk: *topk });
+                }
+            }
+        }
+        let attended = self.attention.attend(step, &latent, selections, kv).map_err(&numeric)?;
+        function::add(compute.isa, x, &attended);
+        let normed = rms_rows(compute, x, &self.post_norm, config.rms_norm_eps);
+        let input = Input::new("feed-forward input", normed, hidden);
+        let out = match &self.feed_forward {
+            FeedForward::Dense(ffn) => mlp::forward(compute, ffn, &input).map_err(&numeric)?,
+            FeedForward::Sparse(moe) => moe.forward(compute, layer, &input, experts)?,
+        };
+        function::add(compute.isa, x, &out);
+        check_finite(compute, "hidden state", x, hidden).map_err(&numeric)
+    }
+}
+
+/// A GLM configuration always has latent attention; [`Glm::load`] has checked it.
+fn unreachable_family() -> ! {
+    unreachable!("latent attention was checked when the family was loaded")
+}
+
+/// Reads the tensors of an MTP layer, checks them and lets them go.
+fn check_mtp(
+    load: &mut DenseLoad<'_>,
+    config: &Config,
+    shape: MlaShape,
+    layer: usize,
+) -> Result<(), ModelError> {
+    let mark = load.mark();
+    let at = Some(layer);
+    for role in [Role::MtpEnorm, Role::MtpHnorm, Role::MtpSharedHeadNorm] {
+        load.vector(role, at)?;
+    }
+    let has_indexer = load.model().has_indexer(layer);
+    Layer::load(load, config, shape, has_indexer, layer)?;
+    let joined = load.matrix(Role::MtpEhProj, at)?;
+    let (mut row, half) = (vec![0.0; 2 * config.hidden_size], config.hidden_size);
+    let mut seen = [false; 2];
+    for output in 0..joined.desc().rows() {
+        joined.view().decode_row(output, &mut row);
+        seen[0] |= row[..half].iter().any(|value| *value != 0.0);
+        seen[1] |= row[half..].iter().any(|value| *value != 0.0);
+    }
+    if let Some(zero) = seen.iter().position(|seen| !seen) {
+        let spec = container::tensors::spec(config, Role::MtpEhProj, at, None);
+        return Err(ModelError::ZeroHalf {
+            tensor: spec.map_or_else(String::new, |spec| spec.name),
+            half: ["first", "second"][zero],
+        });
+    }
+    load.release_after(mark);
+    Ok(())
+}
+
+impl Family for Glm {
+    fn config(&self) -> &Config {
+        &self.config
+    }
+
+    fn kv_shape(&self) -> &KvShape {
+        &self.kv_shape
+    }
+
+    fn dense_bytes(&self) -> u64 {
+        self.memory.bytes()
+    }
+
+    fn forward(
+        &self,
+        compute: &Compute,
+        rows: &[Row],
+        kv: &mut dyn KvStore,
+        experts: &dyn ExpertBackend,
+    ) -> Result<Vec<f32>, ModelError> {
+        let mut x = embed(&self.embedding, rows)?;
+        let mut selections: Selections = vec![None; rows.len()];
+        for (at, layer) in self.layers.iter().enumerate() {
+            let step = Step { compute, layer: at, rope: &self.rope, rows };
+            layer.forward(&step, &self.config, &mut x, &mut selections, kv, experts)?;
+        }
+        Ok(x)
+    }
+
+    fn logits(&self, compute: &Compute, hidden: &[f32]) -> Result<Vec<f32>, ModelError> {
+        let head = self.head.as_ref().unwrap_or(&self.embedding);
+        head_logits(compute, &self.config, &self.final_norm, head, hidden)
+    }
+}

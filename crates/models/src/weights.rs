@@ -1,0 +1,221 @@
+//! Loading the dense weights of a model by role, each reserved in the ledger before it is read.
+
+use std::sync::Arc;
+
+use container::{Config, Model, QSource, Role, TensorClass, tensors};
+use experts::load::{load_f32, load_matrix};
+use experts::{ByteClass, Ledger, Reader, Reservation};
+use formats::{ExpertDesc, ExpertRef, MatrixDesc, QTensor};
+
+use crate::error::ModelError;
+
+/// Tensor classes whose quantised matrices take int8 activations under `--activations int8`; the
+/// others always multiply in f32. Settled by measurement, see `docs/numerics.md`.
+pub const fn takes_int8(class: TensorClass) -> bool {
+    match class {
+        TensorClass::Experts
+        | TensorClass::SharedExpert
+        | TensorClass::Attention
+        | TensorClass::DenseMlp
+        | TensorClass::Head
+        | TensorClass::Indexer
+        | TensorClass::Mtp => true,
+        TensorClass::KvB | TensorClass::Embedding | TensorClass::Router | TensorClass::Norm => {
+            false
+        }
+    }
+}
+
+/// The classes of [`takes_int8`], for people.
+pub fn int8_classes() -> impl Iterator<Item = TensorClass> {
+    [
+        TensorClass::Experts,
+        TensorClass::SharedExpert,
+        TensorClass::Attention,
+        TensorClass::DenseMlp,
+        TensorClass::Head,
+        TensorClass::Indexer,
+        TensorClass::Mtp,
+    ]
+    .into_iter()
+    .filter(|class| takes_int8(*class))
+}
+
+/// The loading of a model's dense weights.
+pub struct DenseLoad<'a> {
+    model: &'a Model,
+    reader: &'a Reader,
+    ledger: &'a Arc<Ledger>,
+    progress: &'a mut dyn FnMut(u64, u64),
+    done: u64,
+    total: u64,
+    memory: Vec<Reservation>,
+}
+
+impl<'a> DenseLoad<'a> {
+    /// A loading of `model` through `reader`, accounted in `ledger`.
+    pub fn new(
+        model: &'a Model,
+        reader: &'a Reader,
+        ledger: &'a Arc<Ledger>,
+        progress: &'a mut dyn FnMut(u64, u64),
+    ) -> DenseLoad<'a> {
+        let report = model.report();
+        let total = report.bytes() - report.class_bytes(TensorClass::Experts);
+        DenseLoad { model, reader, ledger, progress, done: 0, total, memory: Vec::new() }
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &'a Config {
+        &self.model.config
+    }
+
+    /// The container.
+    pub fn model(&self) -> &'a Model {
+        self.model
+    }
+
+    fn source(&self, role: Role, layer: Option<usize>) -> Result<QSource, ModelError> {
+        let spec = tensors::spec(&self.model.config, role, layer, None).ok_or_else(|| {
+            // A family asks only for roles of its own table.
+            container::ContainerError::Config {
+                source_name: "config.json".to_owned(),
+                field: format!("{role:?}"),
+                problem: format!("this model has no such tensor in layer {layer:?}"),
+            }
+        })?;
+        Ok(self.model.source(&spec)?)
+    }
+
+    fn reserve(&mut self, bytes: u64) -> Result<(), ModelError> {
+        self.memory.push(self.ledger.reserve(ByteClass::Dense, bytes)?);
+        Ok(())
+    }
+
+    fn count(&mut self, source: &QSource) {
+        self.done += source.bytes();
+        (self.progress)(self.done, self.total.max(self.done));
+    }
+
+    /// Accounts for memory that is not a tensor, such as rotary tables.
+    pub fn reserve_table(&mut self, bytes: usize) -> Result<(), ModelError> {
+        self.reserve(bytes as u64)
+    }
+
+    /// A matrix to multiply with.
+    pub fn matrix(&mut self, role: Role, layer: Option<usize>) -> Result<QTensor, ModelError> {
+        let source = self.source(role, layer)?;
+        let int8 = takes_int8(role.class());
+        let desc = MatrixDesc::for_matmul(source.format, source.rows, source.cols, int8);
+        self.load(&source, desc)
+    }
+
+    /// A matrix whose single rows are decoded.
+    pub fn rows(&mut self, role: Role, layer: Option<usize>) -> Result<QTensor, ModelError> {
+        let source = self.source(role, layer)?;
+        if source.format.is_rotated() {
+            return Err(ModelError::RotatedRows {
+                tensor: source.name,
+                format: source.format,
+                remedy: "store this tensor in another format, such as int8-row",
+            });
+        }
+        let desc = MatrixDesc::for_rows(source.format, source.rows, source.cols);
+        self.load(&source, desc)
+    }
+
+    /// A matrix to multiply with whose single rows are decoded too.
+    pub fn matrix_and_rows(
+        &mut self,
+        role: Role,
+        layer: Option<usize>,
+    ) -> Result<QTensor, ModelError> {
+        let tensor = self.matrix(role, layer)?;
+        if tensor.desc().format().is_rotated() {
+            return Err(ModelError::RotatedRows {
+                tensor: self.source(role, layer)?.name,
+                format: tensor.desc().format(),
+                remedy: "store this tensor in another format, such as int8-row",
+            });
+        }
+        Ok(tensor)
+    }
+
+    fn load(
+        &mut self,
+        source: &QSource,
+        desc: Result<MatrixDesc, formats::FormatError>,
+    ) -> Result<QTensor, ModelError> {
+        let desc =
+            desc.map_err(|error| ModelError::Shape { tensor: source.name.clone(), source: error })?;
+        self.reserve(desc.bytes() as u64)?;
+        let tensor = load_matrix(self.reader, source, desc)?;
+        self.count(source);
+        Ok(tensor)
+    }
+
+    /// A vector as f32.
+    pub fn vector(&mut self, role: Role, layer: Option<usize>) -> Result<Vec<f32>, ModelError> {
+        let source = self.source(role, layer)?;
+        self.reserve((source.rows * source.cols * size_of::<f32>()) as u64)?;
+        let values = load_f32(self.reader, &source)?;
+        self.count(&source);
+        Ok(values)
+    }
+
+    /// Gate, up and down of a feed-forward network that stays in memory.
+    pub fn ffn(&mut self, roles: [Role; 3], layer: Option<usize>) -> Result<Ffn, ModelError> {
+        let [gate, up, down] = roles;
+        Ok(Ffn {
+            gate: self.matrix(gate, layer)?,
+            up: self.matrix(up, layer)?,
+            down: self.matrix(down, layer)?,
+        })
+    }
+
+    /// Ends the loading; the reservations live as long as the weights.
+    pub fn finish(self) -> DenseMemory {
+        DenseMemory { memory: self.memory }
+    }
+
+    /// Forgets the reservations made since `mark`, for tensors that were only checked.
+    pub fn release_after(&mut self, mark: usize) {
+        self.memory.truncate(mark);
+    }
+
+    /// A mark for [`DenseLoad::release_after`].
+    pub fn mark(&self) -> usize {
+        self.memory.len()
+    }
+}
+
+/// The account of a model's dense weights.
+pub struct DenseMemory {
+    memory: Vec<Reservation>,
+}
+
+impl DenseMemory {
+    /// Bytes reserved.
+    pub fn bytes(&self) -> u64 {
+        self.memory.iter().map(Reservation::bytes).sum()
+    }
+}
+
+/// A feed-forward network in memory: a dense layer's or the shared experts'.
+pub struct Ffn {
+    gate: QTensor,
+    up: QTensor,
+    down: QTensor,
+}
+
+impl Ffn {
+    /// The matrices for the one expert FFN.
+    pub fn view(&self) -> ExpertRef<'_> {
+        ExpertRef { gate: self.gate.view(), up: self.up.view(), down: self.down.view() }
+    }
+
+    /// Formats and shapes.
+    pub fn desc(&self) -> ExpertDesc {
+        ExpertDesc { gate: *self.gate.desc(), up: *self.up.desc(), down: *self.down.desc() }
+    }
+}
