@@ -13,7 +13,7 @@ pub enum ModelError {
     Container(#[from] ContainerError),
     /// A dense tensor could not be loaded.
     #[error(transparent)]
-    Load(#[from] LoadError),
+    Load(Box<LoadError>),
     /// A matrix shape that no memory could hold.
     #[error("tensor {tensor}: {source}")]
     Shape {
@@ -81,6 +81,12 @@ pub enum ModelError {
         /// Size of the vocabulary.
         vocab: usize,
     },
+}
+
+impl From<LoadError> for ModelError {
+    fn from(error: LoadError) -> Self {
+        ModelError::Load(Box::new(error))
+    }
 }
 
 impl ModelError {

@@ -1,0 +1,410 @@
+//! The engine: a loaded model, its experts, and the plan of every byte it may hold.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use container::{Attention, Config, ContainerError, LayerKind, Model, TensorClass};
+use experts::load::ExpertTable;
+use experts::local::StartError;
+use experts::{
+    ByteClass, ExpertBackend, ExpertStats, FileSet, Ledger, LedgerError, LocalExperts,
+    LocalOptions, ReadError, Reader, Reservation,
+};
+use models::{Family, KvShape, ModelError, PAGE, Row, open_family, takes_int8};
+use numerics::{Activations, Compute, Isa, Team};
+
+use crate::kv::{BatchKv, SequenceKv};
+use crate::machine::Machine;
+use crate::session::{Session, StepError, Want, Work};
+
+/// Prefill chunk when none is asked for: large enough that each expert of a layer is read once
+/// for many tokens, small enough for the scratch it needs.
+pub const PREFILL_CHUNK: usize = 512;
+/// Least context the default plan aims at before it gives memory to the expert cache.
+const CONTEXT_FLOOR: usize = 512;
+/// Ceiling assumed where the system does not say how much memory there is.
+const CEILING_UNKNOWN: u64 = 4_000_000_000;
+
+/// How an engine is opened.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// Directories of the model, primary first.
+    pub dirs: Vec<PathBuf>,
+    /// Memory ceiling in bytes; `None` takes the machine's default.
+    pub ram_bytes: Option<u64>,
+    /// Compute threads; `None` takes the machine's cores.
+    pub threads: Option<usize>,
+    /// Instruction-set level.
+    pub isa: Isa,
+    /// Activation mode.
+    pub activations: Activations,
+    /// Context in tokens; `None` takes what model and memory allow.
+    pub context: Option<usize>,
+    /// Sessions that exist at the same time.
+    pub sessions: usize,
+    /// Tokens per prefill step.
+    pub prefill_chunk: usize,
+    /// Most experts in memory per layer, for tests.
+    pub cache_experts: Option<usize>,
+}
+
+impl EngineOptions {
+    /// The defaults for a model in `dirs`.
+    pub fn new(dirs: Vec<PathBuf>) -> EngineOptions {
+        EngineOptions {
+            dirs,
+            ram_bytes: None,
+            threads: None,
+            isa: Isa::detect(),
+            activations: Activations::Int8,
+            context: None,
+            sessions: 1,
+            prefill_chunk: PREFILL_CHUNK,
+            cache_experts: None,
+        }
+    }
+}
+
+/// Why an engine could not be opened. Every variant means unusable input or options.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The container.
+    #[error(transparent)]
+    Container(#[from] ContainerError),
+    /// A file of it.
+    #[error(transparent)]
+    Files(#[from] ReadError),
+    /// Its dense weights.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// Its experts.
+    #[error(transparent)]
+    Experts(#[from] StartError),
+    /// A reservation.
+    #[error(transparent)]
+    Memory(#[from] LedgerError),
+    /// The ceiling is below what cannot be streamed.
+    #[error(
+        "this model needs at least {needed} bytes ({parts}), --ram allows {limit}; \
+         raise --ram, lower --ctx, or convert the dense weights to a smaller format"
+    )]
+    Ceiling {
+        /// Least bytes.
+        needed: u64,
+        /// What they are for.
+        parts: String,
+        /// The ceiling.
+        limit: u64,
+    },
+    /// The context asked for is longer than the model's.
+    #[error("--ctx {asked} is longer than the model's {max}")]
+    Context {
+        /// Asked for.
+        asked: usize,
+        /// The model's.
+        max: usize,
+    },
+    /// Threads could not be started.
+    #[error("cannot start compute threads: {0}")]
+    Threads(#[from] std::io::Error),
+}
+
+/// A loaded model.
+pub struct Engine {
+    model: Model,
+    family: Box<dyn Family>,
+    experts: Arc<dyn ExpertBackend>,
+    compute: Compute,
+    ledger: Arc<Ledger>,
+    sessions: Arc<Ledger>,
+    context: usize,
+    prefill_chunk: usize,
+    cache_bytes: u64,
+    _memory: Vec<Reservation>,
+}
+
+/// What must be in memory whatever the cache, in bytes.
+struct Plan {
+    process: u64,
+    dense: u64,
+    scratch: u64,
+    in_flight: u64,
+    expert: u64,
+}
+
+impl Plan {
+    fn fixed(&self) -> u64 {
+        self.process + self.dense + self.scratch + self.in_flight + self.expert
+    }
+
+    fn check(&self, kv: u64, limit: u64) -> Result<(), OpenError> {
+        let needed = self.fixed() + kv;
+        if needed <= limit {
+            return Ok(());
+        }
+        let parts = format!(
+            "process {}, dense weights {}, KV {kv}, scratch {}, read buffers {}, one expert {}",
+            self.process, self.dense, self.scratch, self.in_flight, self.expert
+        );
+        Err(OpenError::Ceiling { needed, parts, limit })
+    }
+}
+
+impl Engine {
+    /// Opens a model: checks its headers, plans memory, loads dense weights. `progress` is told
+    /// bytes loaded and bytes in all.
+    pub fn open(
+        options: &EngineOptions,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Engine, OpenError> {
+        let model = Model::open(&options.dirs)?;
+        let files = FileSet::open(model.shards.files().iter().map(|file| file.path.as_path()))?;
+        let reader = Reader::new(Arc::new(files));
+        let threads = options.threads.unwrap_or_else(|| Machine::default().compute_threads());
+        let compute = Compute {
+            isa: options.isa,
+            team: Arc::new(Team::new(threads)?),
+            activations: options.activations,
+        };
+        let table = expert_table(&model)?;
+        let machine = Machine::default();
+        let limit = options.ram_bytes.unwrap_or_else(|| {
+            machine.default_ceiling().map_or(CEILING_UNKNOWN, |bound| bound.bytes)
+        });
+
+        let config = &model.config;
+        let kv_shape = kv_shape(&model);
+        let report = model.report();
+        let chunk = options.prefill_chunk.clamp(1, config.max_position);
+        let plan = Plan {
+            process: machine.rss_bytes().unwrap_or(0),
+            dense: report.bytes() - report.class_bytes(TensorClass::Experts),
+            scratch: scratch_bytes(config, chunk, threads),
+            in_flight: LocalExperts::in_flight_bytes(&table),
+            expert: table.slot_bytes_max(),
+        };
+        let context = plan_context(options, config, &kv_shape, &plan, limit)?;
+        let kv = kv_bytes(&kv_shape, context) * options.sessions.max(1) as u64;
+        plan.check(kv, limit)?;
+
+        let ledger = Ledger::new(limit);
+        let memory = vec![
+            ledger.reserve(ByteClass::Process, plan.process)?,
+            ledger.reserve(ByteClass::Scratch, plan.scratch)?,
+            ledger.reserve(ByteClass::Kv, kv)?,
+        ];
+        let family = open_family(&model, &reader, &ledger, context, progress)?;
+        let local = LocalOptions { cache_bytes: None, per_layer_max: options.cache_experts };
+        let experts = LocalExperts::new(table, reader, &ledger, local)?;
+        Ok(Engine {
+            cache_bytes: experts.cache().capacity_bytes(),
+            model,
+            family,
+            experts: Arc::new(experts),
+            compute,
+            ledger,
+            sessions: Ledger::new(kv),
+            context,
+            prefill_chunk: chunk.min(context),
+            _memory: memory,
+        })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &Config {
+        self.family.config()
+    }
+
+    /// The container.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// The account of every byte.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// Level, threads and activation mode.
+    pub fn compute(&self) -> &Compute {
+        &self.compute
+    }
+
+    /// Tokens a session may hold.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// Tokens per prefill step.
+    pub fn prefill_chunk(&self) -> usize {
+        self.prefill_chunk
+    }
+
+    /// Most bytes of routed experts kept in memory.
+    pub fn cache_bytes(&self) -> u64 {
+        self.cache_bytes
+    }
+
+    /// Bytes of dense weights in memory.
+    pub fn dense_bytes(&self) -> u64 {
+        self.family.dense_bytes()
+    }
+
+    /// What the experts' backend did.
+    pub fn expert_stats(&self) -> ExpertStats {
+        self.experts.stats()
+    }
+
+    /// A new, empty session. Its state is taken from the memory planned for sessions.
+    pub fn session(&self) -> Result<Session, LedgerError> {
+        let bytes = kv_bytes(self.family.kv_shape(), self.context);
+        Ok(Session {
+            kv: SequenceKv::new(self.family.kv_shape()),
+            tokens: Vec::new(),
+            context: self.context,
+            _memory: self.sessions.reserve(ByteClass::Kv, bytes)?,
+        })
+    }
+
+    /// Feeds tokens to several sessions in one pass over the layers. Returns the wanted hidden
+    /// states of each work item, `[wanted, hidden]`. On error no session has changed.
+    pub fn step(&self, work: &mut [Work<'_>]) -> Result<Vec<Vec<f32>>, StepError> {
+        let mut rows = Vec::new();
+        for (sequence, item) in work.iter().enumerate() {
+            let (used, wanted) = (item.session.tokens.len(), item.tokens.len());
+            if wanted > item.session.room() {
+                return Err(StepError::Context { used, wanted, context: item.session.context });
+            }
+            let tokens = item.tokens.iter().enumerate();
+            rows.extend(tokens.map(|(at, &token)| Row { token, sequence, position: used + at }));
+        }
+        if rows.is_empty() {
+            return Ok(work.iter().map(|_| Vec::new()).collect());
+        }
+        let sequences = work.iter_mut().map(|item| &mut item.session.kv).collect();
+        let mut kv = BatchKv { sequences };
+        let hidden = self.family.forward(&self.compute, &rows, &mut kv, &*self.experts)?;
+        let width = self.config().hidden_size;
+        let mut first = 0;
+        let mut out = Vec::with_capacity(work.len());
+        for item in work {
+            let count = item.tokens.len();
+            let wanted = match item.want {
+                Want::Nothing => count..count,
+                Want::Last => count.saturating_sub(1)..count,
+                Want::All => 0..count,
+            };
+            out.push(hidden[(first + wanted.start) * width..(first + wanted.end) * width].to_vec());
+            item.session.tokens.extend_from_slice(item.tokens);
+            first += count;
+        }
+        Ok(out)
+    }
+
+    /// Logits of hidden states, `[rows, vocab]`.
+    pub fn logits(&self, hidden: &[f32]) -> Result<Vec<f32>, StepError> {
+        Ok(self.family.logits(&self.compute, hidden)?)
+    }
+
+    /// Feeds tokens in chunks. `each` gets the wanted hidden states in order; `progress` the
+    /// number of tokens done and returns whether to go on.
+    ///
+    /// Returns the number of tokens fed; fewer than given when `progress` said stop.
+    pub fn prefill(
+        &self,
+        session: &mut Session,
+        tokens: &[u32],
+        want: Want,
+        each: &mut dyn FnMut(&[f32]) -> Result<(), StepError>,
+        progress: &mut dyn FnMut(usize) -> bool,
+    ) -> Result<usize, StepError> {
+        if tokens.len() > session.room() {
+            let (used, wanted, context) = (session.tokens.len(), tokens.len(), session.context);
+            return Err(StepError::Context { used, wanted, context });
+        }
+        let mut done = 0;
+        for chunk in tokens.chunks(self.prefill_chunk) {
+            let last = done + chunk.len() == tokens.len();
+            let want = if want == Want::Last && !last { Want::Nothing } else { want };
+            let work = Work { session: &mut *session, tokens: chunk, want };
+            let hidden = self.step(&mut [work])?;
+            each(&hidden[0])?;
+            done += chunk.len();
+            if !progress(done) && !last {
+                break;
+            }
+        }
+        Ok(done)
+    }
+}
+
+/// The experts of every sparse layer, those of a stored MTP layer included.
+fn expert_table(model: &Model) -> Result<ExpertTable, ContainerError> {
+    let config = &model.config;
+    let layers = (0..config.layers)
+        .filter(|layer| config.layer_kind(*layer) == Some(LayerKind::Sparse))
+        .map(|layer| (layer, config.moe.experts));
+    ExpertTable::new(model, layers, takes_int8(TensorClass::Experts))
+}
+
+fn kv_shape(model: &Model) -> KvShape {
+    let stored = model.report().indexer == container::Presence::Present;
+    KvShape::new(&model.config, |layer| {
+        stored && model.config.indexer_kind(layer) == Some(container::IndexerKind::Full)
+    })
+}
+
+/// Bytes of a session's state: whole pages.
+fn kv_bytes(shape: &KvShape, context: usize) -> u64 {
+    context.next_multiple_of(PAGE) as u64 * shape.bytes_per_position() as u64
+}
+
+fn plan_context(
+    options: &EngineOptions,
+    config: &Config,
+    shape: &KvShape,
+    plan: &Plan,
+    limit: u64,
+) -> Result<usize, OpenError> {
+    let max = config.max_position;
+    if let Some(asked) = options.context {
+        if asked > max {
+            return Err(OpenError::Context { asked, max });
+        }
+        return Ok(asked.max(1));
+    }
+    // Half of what is left may go to keys and values, the rest to experts.
+    let left = limit.saturating_sub(plan.fixed()) / 2 / options.sessions.max(1) as u64;
+    let page = kv_bytes(shape, PAGE).max(1);
+    let fits = usize::try_from(left / page).unwrap_or(usize::MAX).saturating_mul(PAGE);
+    Ok(fits.max(CONTEXT_FLOOR).min(max))
+}
+
+/// Upper bound of the activations of a step of `chunk` rows.
+fn scratch_bytes(config: &Config, chunk: usize, threads: usize) -> u64 {
+    let hidden = config.hidden_size;
+    let (heads, per_head, latent) = match config.attention {
+        Attention::Mla { q_lora, kv_lora, nope, rope, v_dim, .. } => {
+            (config.heads, nope + rope + v_dim, q_lora + 2 * kv_lora + rope)
+        }
+        Attention::Gqa { kv_heads, head_dim, .. } => {
+            (config.heads, 2 * head_dim, 2 * kv_heads * head_dim)
+        }
+    };
+    let index = match &config.attention {
+        Attention::Mla { indexer: Some(indexer), .. } => indexer.heads * (indexer.head_dim + 1),
+        _ => 0,
+    };
+    let widest = config.dense_intermediate.max(config.shared_intermediate());
+    let widest = widest.max(config.moe.expert_intermediate);
+    // Residual, norms, outputs, i64 sums and int8 forms of a row; then its heads and widest layer.
+    let row = 12 * hidden
+        + 3 * heads * per_head
+        + 4 * latent
+        + 2 * index
+        + 4 * widest
+        + config.moe.experts * 3;
+    let per_thread = chunk * 3 * latent + 4 * PAGE;
+    let floats = chunk * row + threads * per_thread + 2 * config.vocab_size;
+    floats as u64 * size_of::<f32>() as u64
+}

@@ -1,0 +1,4 @@
+//! The engine against its references and against itself.
+
+mod oracle;
+mod support;
