@@ -70,7 +70,6 @@ impl ShardFile {
 }
 
 /// All tensors of one model, over all its directories.
-#[derive(Debug)]
 pub struct Shards {
     dirs: Vec<PathBuf>,
     files: Vec<ShardFile>,
@@ -79,6 +78,16 @@ pub struct Shards {
     /// Files that an index names and no directory holds.
     unlisted: Vec<String>,
     has_index: bool,
+}
+
+impl std::fmt::Debug for Shards {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shards")
+            .field("dirs", &self.dirs)
+            .field("files", &self.files.len())
+            .field("tensors", &self.tensors.len())
+            .finish_non_exhaustive()
+    }
 }
 
 impl Shards {

@@ -310,10 +310,12 @@ mod tests {
     fn heap_merging_equals_the_definition() {
         let mut model = RankBpe::default();
         let mut add = |token: &[u8]| {
-            let rank = model.ranks.len() as u32;
-            if model.ranks.insert(token.into(), rank).is_none() {
-                model.tokens.insert(rank, token.into());
+            if model.ranks.contains_key(token) {
+                return;
             }
+            let rank = model.ranks.len() as u32;
+            model.ranks.insert(token.into(), rank);
+            model.tokens.insert(rank, token.into());
             model.longest = model.longest.max(token.len());
         };
         for byte in 0..=u8::MAX {

@@ -13,8 +13,8 @@ use crate::numbering::MissingShards;
 /// Names listed before a message says "and N more".
 pub const MAX_LISTED: usize = 4;
 
-/// Whether an optional part of the model is stored.
-#[derive(Clone, PartialEq, Eq, Debug)]
+/// Whether an optional part of the model is stored. A part that is stored incompletely is refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Presence {
     /// The configuration does not ask for it.
     NotConfigured,
@@ -22,13 +22,6 @@ pub enum Presence {
     Absent,
     /// All of it is stored.
     Present,
-    /// Some of it is stored; the first missing names and how many there are.
-    Partial {
-        /// First missing names.
-        missing: Vec<String>,
-        /// Number of missing tensors.
-        count: usize,
-    },
 }
 
 /// How much of a class is stored in one format.
@@ -85,13 +78,42 @@ impl Report {
     }
 }
 
+/// A part that a model can run without when none of it is stored.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OptionalPart {
+    /// Sparse-attention indexer.
+    Indexer,
+    /// Multi-token-prediction layers.
+    Mtp,
+}
+
+impl OptionalPart {
+    /// Name for people.
+    pub const fn name(self) -> &'static str {
+        match self {
+            OptionalPart::Indexer => "the sparse-attention indexer",
+            OptionalPart::Mtp => "the multi-token-prediction layer",
+        }
+    }
+
+    /// What to do instead of completing it.
+    const fn alternative(self) -> &'static str {
+        match self {
+            OptionalPart::Indexer => "remove all of its tensors to run with dense attention",
+            OptionalPart::Mtp => {
+                "set num_nextn_predict_layers to 0 in config.json to run without drafts"
+            }
+        }
+    }
+}
+
 /// Tensors that are in no file, and everything that helps to find out why.
 #[derive(Clone, Debug, Default)]
 pub struct MissingTensors {
     /// The directories searched, joined.
     pub dirs: String,
-    /// What is missing as a whole, when it is not the model itself.
-    pub part: Option<&'static str>,
+    /// What is incomplete, when it is an optional part and not the model itself.
+    pub part: Option<OptionalPart>,
     /// First missing names.
     pub names: Vec<String>,
     /// Number of missing tensors.
@@ -114,7 +136,7 @@ impl fmt::Display for MissingTensors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.dirs)?;
         if let Some(part) = self.part {
-            write!(f, "{part} is incomplete: ")?;
+            write!(f, "{} is incomplete: ", part.name())?;
         }
         write!(
             f,
@@ -132,7 +154,7 @@ impl fmt::Display for MissingTensors {
         if !self.empty_layers.is_empty() {
             write!(
                 f,
-                "; {} have no tensor at all (config.json: {} layers)",
+                "; there is no tensor at all for {} (config.json: {} layers)",
                 layers_text(&self.empty_layers),
                 self.config_layers
             )?;
@@ -143,7 +165,11 @@ impl fmt::Display for MissingTensors {
                 if *there { "which is there but does not hold it" } else { "which is not there" };
             write!(f, "; the index places {name} in {file}, {state}")?;
         }
-        write!(f, "; {}", self.remedy())
+        write!(f, "; {}", self.remedy())?;
+        match self.part {
+            Some(part) => write!(f, ", or {}", part.alternative()),
+            None => Ok(()),
+        }
     }
 }
 

@@ -13,8 +13,9 @@ use crate::error::{ContainerError, TensorError};
 use crate::family::Role;
 use crate::header::Dtype;
 use crate::index::{FileId, Shards, TensorEntry, file_name, join_paths};
+use crate::numbering::MissingShards;
 use crate::recognise::{Disagreement, Stored, recognise};
-use crate::report::{MAX_LISTED, MissingTensors, Presence, Report, ranges};
+use crate::report::{MAX_LISTED, MissingTensors, OptionalPart, Presence, Report, ranges};
 use crate::tensors::{
     FusedSpec, TensorSpec, expert_specs, fused_specs, layer_of, layer_specs, model_specs,
 };
@@ -427,28 +428,35 @@ impl<'a> Lookup<'a> {
         if !required.missing.is_empty() {
             return Err(self.missing(required.missing.iter(), required.wanted, None));
         }
-        report.indexer = indexer.presence();
-        if let Presence::Partial { .. } = report.indexer {
-            let part = Some("the sparse-attention indexer");
-            return Err(self.missing(indexer.missing.iter(), indexer.wanted, part));
-        }
         // An MTP layer may come without its indexer as a whole, like the model.
         if mtp_indexer.missing.len() < mtp_indexer.wanted {
             mtp.wanted += mtp_indexer.wanted;
             mtp.missing.append(&mut mtp_indexer.missing);
         }
-        report.mtp = mtp.presence();
-        if let Presence::Partial { missing, count } = &report.mtp {
-            report.warnings.push(format!(
-                "the multi-token-prediction layer is incomplete and not used: {count} of {} tensors are \
-                 missing, first {}; {}",
-                mtp.wanted,
-                missing.join(", "),
-                report.shards
-            ));
-        }
+        report.indexer = self.optional(OptionalPart::Indexer, &indexer, &report.shards)?;
+        report.mtp = self.optional(OptionalPart::Mtp, &mtp, &report.shards)?;
         report.unused = self.unused(&used);
         Ok(report)
+    }
+
+    /// A part that is absent as a whole is fine, unless files are known to be missing: then it was
+    /// in them.
+    fn optional(
+        self,
+        part: OptionalPart,
+        gather: &Gather,
+        shards: &MissingShards,
+    ) -> Result<Presence, ContainerError> {
+        let absent = gather.missing.len() == gather.wanted;
+        if gather.wanted == 0 {
+            Ok(Presence::NotConfigured)
+        } else if gather.missing.is_empty() {
+            Ok(Presence::Present)
+        } else if absent && shards.is_complete() {
+            Ok(Presence::Absent)
+        } else {
+            Err(self.missing(gather.missing.iter(), gather.wanted, Some(part)))
+        }
     }
 
     /// Experts stored per expert and fused, or fused in two ways, would leave it open which count.
@@ -494,7 +502,7 @@ impl<'a> Lookup<'a> {
         self,
         specs: impl Iterator<Item = &'s TensorSpec>,
         wanted: usize,
-        part: Option<&'static str>,
+        part: Option<OptionalPart>,
     ) -> ContainerError {
         let mut missing = MissingTensors {
             dirs: join_paths(self.shards.dirs()),
@@ -543,21 +551,6 @@ impl<'a> Lookup<'a> {
 struct Gather {
     wanted: usize,
     missing: Vec<TensorSpec>,
-}
-
-impl Gather {
-    fn presence(&self) -> Presence {
-        if self.wanted == 0 {
-            Presence::NotConfigured
-        } else if self.missing.is_empty() {
-            Presence::Present
-        } else if self.missing.len() == self.wanted {
-            Presence::Absent
-        } else {
-            let names = self.missing.iter().take(MAX_LISTED).map(|spec| spec.name.clone());
-            Presence::Partial { missing: names.collect(), count: self.missing.len() }
-        }
-    }
 }
 
 fn plain(dtype: Dtype) -> bool {

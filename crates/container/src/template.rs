@@ -184,7 +184,7 @@ impl ChatTemplate {
         let extra = FUEL_PER_INPUT_BYTE.saturating_mul(input_bytes);
         environment.set_fuel(Some(BASE_FUEL.saturating_add(extra)));
         let template = environment.get_template(name).map_err(failed)?;
-        template.render(context.into_iter().collect::<Value>()).map_err(failed)
+        template.render(Value::from_pairs(context)).map_err(failed)
     }
 }
 
@@ -284,13 +284,10 @@ fn to_value(json: &Json, bytes: &mut u64) -> Value {
         Json::Array(items) => {
             Value::from(items.iter().map(|item| to_value(item, bytes)).collect::<Vec<_>>())
         }
-        Json::Object(map) => map
-            .iter()
-            .map(|(key, item)| {
-                *bytes += key.len() as u64;
-                (Value::from(key.as_str()), to_value(item, bytes))
-            })
-            .collect(),
+        Json::Object(map) => Value::from_pairs(map.iter().map(|(key, item)| {
+            *bytes += key.len() as u64;
+            (Value::from(key.as_str()), to_value(item, bytes))
+        })),
     }
 }
 
