@@ -70,17 +70,19 @@ pub fn load_matrix(
     desc: MatrixDesc,
 ) -> Result<QTensor, LoadError> {
     let mut tensor = QTensor::zeroed(desc);
-    for_each_block(reader, source, desc, |rows, weights, scales| {
+    for_each_block(reader, source, desc, desc.row_granule(), |rows, weights, scales| {
         tensor.store(rows, weights, scales)
     })?;
     Ok(tensor)
 }
 
-/// Reads a matrix by blocks of canonical rows and hands each to `take` with its scales.
+/// Reads a matrix by blocks of canonical rows and hands each to `take` with its scales. Blocks
+/// start at multiples of `granule` rows, itself a multiple of the matrix's own.
 pub fn for_each_block(
     reader: &Reader,
     source: &QSource,
     desc: MatrixDesc,
+    granule: usize,
     mut take: impl FnMut(std::ops::Range<usize>, &[u8], &[u8]) -> Result<(), FormatError>,
 ) -> Result<(), LoadError> {
     let scales = match &source.scales {
@@ -90,7 +92,7 @@ pub fn for_each_block(
         _ => Vec::new(),
     };
     let row_bytes = desc.format().row_bytes(desc.cols()).unwrap_or(0);
-    let granule = desc.row_granule();
+    assert!(granule.is_multiple_of(desc.row_granule()));
     let rows = (BLOCK_BYTES / row_bytes.max(1)).next_multiple_of(granule).max(granule);
     let mut buffer = vec![0; rows.min(desc.rows()) * row_bytes];
     for start in (0..desc.rows()).step_by(rows) {
@@ -118,7 +120,7 @@ pub fn load_f32(reader: &Reader, source: &QSource) -> Result<Vec<f32>, LoadError
     let (format, cols) = (source.format, source.cols);
     let row_bytes = format.row_bytes(cols).unwrap_or(0);
     let mut out = vec![0.0; source.rows * cols];
-    for_each_block(reader, source, desc, |rows, weights, scales| {
+    for_each_block(reader, source, desc, desc.row_granule(), |rows, weights, scales| {
         // Stored once to have the values checked as every other matrix's.
         let mut checked = QTensor::zeroed(MatrixDesc::for_rows(format, rows.len(), cols)?);
         checked.store(0..rows.len(), weights, scales)?;

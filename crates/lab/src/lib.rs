@@ -1,1 +1,12 @@
-//! Not yet.
+//! Work on models rather than with them: conversion, synthetic models, scoring, benches.
+
+pub mod bench;
+pub mod convert;
+mod error;
+pub mod manifest;
+pub mod plan;
+pub mod score;
+pub mod shard;
+pub mod synth;
+
+pub use error::LabError;

@@ -1,0 +1,334 @@
+//! Random-weight models of true shapes, for benches and tests of memory and streaming.
+
+use std::fs;
+use std::path::Path;
+
+use container::{Config, Role, TensorClass, TensorSpec};
+use formats::{Encoder, Format, Fp8Scale};
+use numerics::Isa;
+use serde_json::{Value, json};
+
+use crate::error::LabError;
+use crate::manifest::{Manifest, SourceIdentity, record};
+use crate::plan::{full_name, synthetic_targets};
+use crate::shard::{Layout, Place, ShardFile, Target, shard_name, split};
+
+/// Shapes to start from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Like {
+    /// GLM-5.2.
+    Glm,
+    /// OLMoE-1B-7B.
+    Olmoe,
+}
+
+/// Numbers that replace those of the shape; `None` keeps them.
+#[derive(Clone, Copy, Debug, Default)]
+#[allow(missing_docs)]
+pub struct Overrides {
+    pub layers: Option<usize>,
+    pub dense_layers: Option<usize>,
+    pub experts: Option<usize>,
+    pub top_k: Option<usize>,
+    pub hidden: Option<usize>,
+    pub intermediate: Option<usize>,
+    pub expert_intermediate: Option<usize>,
+    pub heads: Option<usize>,
+    pub vocab: Option<usize>,
+    pub context: Option<usize>,
+}
+
+/// What to make.
+#[derive(Clone, Debug)]
+pub struct SynthOptions {
+    /// Shape to start from.
+    pub like: Like,
+    /// Changes to it.
+    pub overrides: Overrides,
+    /// Format of routed experts.
+    pub experts: Format,
+    /// Format of dense matrices.
+    pub dense: Format,
+    /// Seed of the weights.
+    pub seed: u64,
+    /// Shard size.
+    pub shard_bytes: u64,
+}
+
+/// The configuration file of a shape.
+pub fn config_json(like: Like, over: &Overrides) -> Value {
+    let or = |value: Option<usize>, default: usize| value.unwrap_or(default);
+    match like {
+        Like::Glm => {
+            let layers = or(over.layers, 78);
+            let dense = or(over.dense_layers, 3.min(layers.saturating_sub(1)));
+            json!({
+                "architectures": ["GlmMoeDsaForCausalLM"],
+                "model_type": "glm_moe_dsa",
+                "vocab_size": or(over.vocab, 154_880),
+                "hidden_size": or(over.hidden, 6144),
+                "intermediate_size": or(over.intermediate, 12_288),
+                "moe_intermediate_size": or(over.expert_intermediate, 2048),
+                "num_hidden_layers": layers,
+                "first_k_dense_replace": dense,
+                "num_attention_heads": or(over.heads, 64),
+                "num_key_value_heads": or(over.heads, 64),
+                "n_routed_experts": or(over.experts, 256),
+                "num_experts_per_tok": or(over.top_k, 8),
+                "n_shared_experts": 1,
+                "n_group": 1,
+                "topk_group": 1,
+                "norm_topk_prob": true,
+                "routed_scaling_factor": 2.5,
+                "q_lora_rank": 2048,
+                "kv_lora_rank": 512,
+                "qk_nope_head_dim": 192,
+                "qk_rope_head_dim": 64,
+                "v_head_dim": 256,
+                "index_topk": 2048,
+                "index_head_dim": 128,
+                "index_n_heads": 32,
+                "indexer_types": vec!["full"; layers],
+                "hidden_act": "silu",
+                "attention_bias": false,
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": or(over.context, 202_752),
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+                "tie_word_embeddings": false,
+                "num_nextn_predict_layers": 0,
+                "bos_token_id": null,
+                "eos_token_id": [],
+                "pad_token_id": null,
+            })
+        }
+        Like::Olmoe => json!({
+            "architectures": ["OlmoeForCausalLM"],
+            "model_type": "olmoe",
+            "vocab_size": or(over.vocab, 50_304),
+            "hidden_size": or(over.hidden, 2048),
+            "intermediate_size": or(over.expert_intermediate.or(over.intermediate), 1024),
+            "num_hidden_layers": or(over.layers, 16),
+            "num_attention_heads": or(over.heads, 16),
+            "num_key_value_heads": or(over.heads, 16),
+            "num_experts": or(over.experts, 64),
+            "num_experts_per_tok": or(over.top_k, 8),
+            "norm_topk_prob": false,
+            "hidden_act": "silu",
+            "attention_bias": false,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": or(over.context, 4096),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "tie_word_embeddings": false,
+            "bos_token_id": null,
+            "eos_token_id": [],
+            "pad_token_id": null,
+        }),
+    }
+}
+
+/// Writes a model. `progress` is told bytes done and in all.
+pub fn write(
+    dir: &Path,
+    options: &SynthOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Manifest, LabError> {
+    if fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some()) {
+        return Err(LabError::Request(format!(
+            "{} is not empty; choose another destination",
+            dir.display()
+        )));
+    }
+    let json = config_json(options.like, &options.overrides);
+    let text = serde_json::to_string_pretty(&json)
+        .map_err(|error| LabError::Request(format!("config.json: {error}")))?;
+    let config = Config::from_json(&text, None)?;
+    let rows_format = |format: Format| if format.is_rotated() { Format::Int8Row } else { format };
+    let targets = synthetic_targets(&config, |spec| match spec.role.class() {
+        TensorClass::Experts => Some(options.experts),
+        TensorClass::Router => Some(Format::F32),
+        TensorClass::Mtp => None,
+        TensorClass::Embedding | TensorClass::KvB => Some(rows_format(options.dense)),
+        _ => Some(options.dense),
+    });
+    for (spec, target) in &targets {
+        if let Format::Int4Grouped(group) = target.format
+            && usize::from(group) > target.cols
+        {
+            let (name, format) = (&spec.name, target.format);
+            return Err(LabError::Request(format!(
+                "{name} has rows of {}, shorter than the group of {format}",
+                target.cols
+            )));
+        }
+    }
+    fs::create_dir_all(dir).map_err(LabError::write(dir, "create"))?;
+    let path = dir.join("config.json");
+    fs::write(&path, &text).map_err(LabError::write(&path, "write"))?;
+
+    let parameters = [
+        ("experts".to_owned(), full_name(options.experts)),
+        ("dense".to_owned(), full_name(options.dense)),
+        ("seed".to_owned(), options.seed.to_string()),
+        ("shard-bytes".to_owned(), options.shard_bytes.to_string()),
+    ];
+    let source = SourceIdentity {
+        name: "synthetic".to_owned(),
+        blake3: blake3::hash(text.as_bytes()).to_hex().to_string(),
+    };
+    let mut manifest = Manifest::new(source, parameters.into_iter().collect());
+    let (specs, targets): (Vec<TensorSpec>, Vec<Target>) = targets.into_iter().unzip();
+    let total: u64 = targets.iter().map(Target::bytes).sum();
+    let mut specs = specs.into_iter();
+    let mut done = 0;
+    let shards = split(targets, options.shard_bytes.max(1));
+    let count = shards.len();
+    for (index, targets) in shards.iter().enumerate() {
+        let name = shard_name(index, count);
+        let layout = Layout::new(targets);
+        let shard = ShardFile::create(&dir.join(&name), &layout)?;
+        for (at, (target, spec)) in targets.iter().zip(specs.by_ref()).enumerate() {
+            let gain = gain(&config, &spec);
+            write_matrix(target, options.seed, gain, layout.place(at), &shard)?;
+            done += target.bytes();
+            progress(done, total);
+        }
+        shard.finish()?;
+        manifest.files.push(record(dir, &name)?);
+    }
+    manifest.complete = true;
+    manifest.store(dir)?;
+    Ok(manifest)
+}
+
+/// Standard deviation of a matrix's outputs for unit inputs: branches that feed the residual
+/// stream shrink with depth, so that it stays bounded.
+fn gain(config: &Config, spec: &TensorSpec) -> f32 {
+    match spec.role {
+        Role::O | Role::DenseDown | Role::SharedDown | Role::ExpertDown => {
+            1.0 / (2.0 * config.layers as f32).sqrt()
+        }
+        _ => 1.0,
+    }
+}
+
+/// A small fast generator; weights need no better.
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    fn fill(&mut self, bytes: &mut [u8]) {
+        for chunk in bytes.chunks_mut(8) {
+            chunk.copy_from_slice(&self.next().to_le_bytes()[..chunk.len()]);
+        }
+    }
+
+    /// Roughly normal with unit variance: a sum of four uniform numbers.
+    fn normal(&mut self) -> f32 {
+        let bits = self.next();
+        let sum: u32 = (0..4).map(|i| (bits >> (16 * i) & 0xffff) as u32).sum();
+        (sum as f32 / 65_536.0 - 2.0) * 1.732
+    }
+}
+
+/// Rows generated at once; a multiple of the fp8 block.
+const ROWS: usize = 128;
+
+fn write_matrix(
+    target: &Target,
+    seed: u64,
+    gain: f32,
+    place: Place,
+    shard: &ShardFile,
+) -> Result<(), LabError> {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&seed.to_le_bytes()).update(target.name.as_bytes());
+    let hash = hasher.finalize();
+    let mut state = [0; 8];
+    state.copy_from_slice(&hash.as_bytes()[..8]);
+    let mut noise = Noise(u64::from_le_bytes(state) | 1);
+    let row_bytes = target.format.row_bytes(target.cols).unwrap_or(0) as u64;
+    let mut scales_at = place.scales;
+    for start in (0..target.rows).step_by(ROWS) {
+        let rows = ROWS.min(target.rows - start);
+        let (mut weights, mut scales) = (Vec::new(), Vec::new());
+        generate(target, rows, gain, &mut noise, &mut weights, &mut scales)?;
+        shard.write(place.weights + start as u64 * row_bytes, &weights)?;
+        shard.write(scales_at, &scales)?;
+        scales_at += scales.len() as u64;
+    }
+    let mut tail = Vec::new();
+    Encoder::new(target.format, target.cols).finish(&mut tail);
+    shard.write(scales_at, &tail)
+}
+
+fn generate(
+    target: &Target,
+    rows: usize,
+    gain: f32,
+    noise: &mut Noise,
+    weights: &mut Vec<u8>,
+    scales: &mut Vec<u8>,
+) -> Result<(), LabError> {
+    let (format, cols) = (target.format, target.cols);
+    if target.vector {
+        // Norm weights are one, biases small.
+        let bias = target.name.ends_with("bias");
+        for _ in 0..cols {
+            let value = if bias { noise.normal() * 0.01 } else { 1.0 };
+            weights.extend_from_slice(&value.to_le_bytes());
+        }
+        return Ok(());
+    }
+    let deviation = gain / (cols as f32).sqrt();
+    // Standard deviation of uniformly random codes.
+    let code_deviation = match format {
+        Format::Int8Row => 73.9,
+        Format::Int4Row | Format::Int4Grouped(_) => 4.6,
+        Format::Int2Row => 1.12,
+        Format::Int3G64 => 2.29,
+        Format::Mxfp4 => 2.9,
+        Format::E8Iq3 => 57.0,
+        Format::F32
+        | Format::Bf16
+        | Format::F16
+        | Format::Fp8B128(Fp8Scale::F32 | Fp8Scale::Ue8m0) => {
+            let values: Vec<f32> = (0..rows * cols).map(|_| noise.normal() * deviation).collect();
+            return Encoder::new(format, cols)
+                .encode(Isa::detect(), &values, weights, scales)
+                .map_err(|source| LabError::Encode { tensor: target.name.clone(), source });
+        }
+    };
+    let row_bytes = format.row_bytes(cols).unwrap_or(0);
+    weights.resize(rows * row_bytes, 0);
+    noise.fill(weights);
+    let scale = deviation / code_deviation;
+    match format {
+        Format::E8Iq3 => {
+            let half = formats::plain::to_f16(scale).to_le_bytes();
+            for block in weights.chunks_exact_mut(formats::format::E8_BLOCK_BYTES) {
+                let at = block.len() - 2;
+                block[at..].copy_from_slice(&half);
+            }
+        }
+        Format::Mxfp4 => {
+            let count = format.scale_count(rows, cols).unwrap_or(0);
+            let exponent = (scale.to_bits() >> 23) as u8;
+            scales.resize(count, exponent);
+        }
+        _ => {
+            let count = format.scale_count(rows, cols).unwrap_or(0);
+            for _ in 0..count {
+                // Within 12 % of each other, so that a wrong scale shows.
+                let jitter = 1.0 + (noise.next() >> 60) as f32 * 0.008;
+                scales.extend_from_slice(&(scale * jitter).to_le_bytes());
+            }
+        }
+    }
+    Ok(())
+}
