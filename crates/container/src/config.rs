@@ -2,7 +2,7 @@
 //!
 //! Values here have been checked: they are positive, below the limits of this module, and every
 //! product that a tensor shape or a cache needs fits in 64 bits. Reading `config.json` and
-//! filling in defaults is [`crate::config_file`]'s job.
+//! filling in defaults happens in a private module.
 
 use std::path::Path;
 

@@ -3,6 +3,7 @@
 //! Only headers are read, never tensor data. What a tensor means is decided elsewhere; here it
 //! has a name, a type, a shape and a place.
 
+use std::borrow::Cow;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};
@@ -11,9 +12,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+
 use crate::error::ContainerError;
 use crate::header::{self, Dtype, Header, LENGTH_BYTES};
-use crate::json::{UniqueMap, read_optional};
+use crate::json::read_optional;
 use crate::numbering::{MissingShards, Series};
 use crate::stamp::{STAMP_KEY, Stamp, Stamps};
 
@@ -106,18 +109,31 @@ impl Shards {
             return Err(ContainerError::NoTensorFiles { dirs: join_paths(&dirs) });
         }
         let headers = parse_all(&paths)?;
+        let files = paths.into_iter().zip(headers);
+        let mut shards =
+            Shards::from_headers(files.map(|(path, (header, len))| (path, header, len)))?;
+        shards.dirs = dirs;
+        shards.read_indexes()?;
+        Ok(shards)
+    }
+
+    /// Merges headers that are already parsed, each with the path and length of its file. The
+    /// paths serve messages only; nothing is opened.
+    pub fn from_headers(
+        files: impl IntoIterator<Item = (PathBuf, Header, u64)>,
+    ) -> Result<Shards, ContainerError> {
         let mut shards = Shards {
-            dirs,
-            files: Vec::with_capacity(paths.len()),
-            tensors: HashMap::with_capacity(headers.iter().map(|(h, _)| h.tensors.len()).sum()),
+            dirs: Vec::new(),
+            files: Vec::new(),
+            tensors: HashMap::new(),
             stamps: Stamps::default(),
             unlisted: Vec::new(),
             has_index: false,
         };
-        for (path, (header, len)) in paths.into_iter().zip(headers) {
+        for (path, header, len) in files {
+            shards.tensors.reserve(header.tensors.len());
             shards.add(path, len, header)?;
         }
-        shards.read_indexes()?;
         Ok(shards)
     }
 
@@ -168,9 +184,9 @@ impl Shards {
     fn read_indexes(&mut self) -> Result<(), ContainerError> {
         let mut listed = BTreeSet::new();
         for dir in &self.dirs {
-            if let Some(weight_map) = read_weight_map(dir)? {
+            if let Some(files) = read_index(dir, IndexQuery::Files)? {
                 self.has_index = true;
-                listed.extend(weight_map.into_iter().map(|(_, file)| file));
+                listed.extend(files);
             }
         }
         let present: BTreeSet<String> = self.files.iter().map(|f| file_name(&f.path)).collect();
@@ -241,9 +257,8 @@ impl Shards {
 
     /// The file that an index file names for a tensor. Reads the index again: for messages only.
     pub fn indexed_file(&self, name: &str) -> Option<String> {
-        self.dirs.iter().find_map(|dir| {
-            read_weight_map(dir).ok()??.into_iter().find(|(n, _)| n == name).map(|(_, file)| file)
-        })
+        let file_in = |dir: &PathBuf| read_index(dir, IndexQuery::Tensor(name)).ok()??.pop_first();
+        self.dirs.iter().find_map(file_in)
     }
 }
 
@@ -345,20 +360,92 @@ fn read_header(path: &Path) -> Result<(Header, u64), ContainerError> {
     Ok((header::parse_header(&json, file_bytes).map_err(wrap)?, file_bytes))
 }
 
-fn read_weight_map(dir: &Path) -> Result<Option<Vec<(String, String)>>, ContainerError> {
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: UniqueMap<String>,
-    }
+/// Which files an index names, or, when asked for one tensor, which file holds it.
+enum IndexQuery<'a> {
+    Files,
+    Tensor(&'a str),
+}
+
+/// Answers a query from the index file of a directory; `None` without such a file.
+///
+/// The 120,000 entries of a large model are looked at as they are parsed and not kept.
+fn read_index(
+    dir: &Path,
+    query: IndexQuery<'_>,
+) -> Result<Option<BTreeSet<String>>, ContainerError> {
     let path = dir.join(INDEX_FILE);
     let Some(bytes) = read_optional(&path, MAX_INDEX_BYTES)? else { return Ok(None) };
-    let index: Index = serde_json::from_slice(&bytes).map_err(|e| ContainerError::Json {
+    let mut found = BTreeSet::new();
+    let mut parser = serde_json::Deserializer::from_slice(&bytes);
+    let parsed = IndexSeed { query, found: &mut found, depth: 0 }
+        .deserialize(&mut parser)
+        .and_then(|()| parser.end());
+    parsed.map_err(|e| ContainerError::Json {
         path,
         what: "index file",
         message: e.to_string(),
     })?;
-    Ok(Some(index.weight_map.0))
+    Ok(Some(found))
 }
+
+/// Walks the index: depth 0 is the file, depth 1 its `weight_map`.
+struct IndexSeed<'a, 'f> {
+    query: IndexQuery<'a>,
+    found: &'f mut BTreeSet<String>,
+    depth: u8,
+}
+
+impl<'de> DeserializeSeed<'de> for IndexSeed<'_, '_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for IndexSeed<'_, '_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.depth == 0 { "an index file" } else { "tensor names with file names" })
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let IndexSeed { query, found, depth } = self;
+        if depth > 0 {
+            while let Some(Name(tensor)) = map.next_key()? {
+                let Name(file) = map.next_value()?;
+                let wanted = match query {
+                    IndexQuery::Files => !found.contains(&*file),
+                    IndexQuery::Tensor(name) => tensor == name,
+                };
+                if wanted {
+                    found.insert(file.into_owned());
+                }
+            }
+            return Ok(());
+        }
+        let mut query = Some(query);
+        while let Some(Name(key)) = map.next_key()? {
+            if key != "weight_map" {
+                map.next_value::<IgnoredAny>()?;
+                continue;
+            }
+            let Some(query) = query.take() else {
+                return Err(A::Error::custom("weight_map is written twice"));
+            };
+            map.next_value_seed(IndexSeed { query, found: &mut *found, depth: 1 })?;
+        }
+        if query.is_some() {
+            return Err(A::Error::missing_field("weight_map"));
+        }
+        Ok(())
+    }
+}
+
+/// A text that is borrowed when the JSON allows it.
+#[derive(serde::Deserialize)]
+struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// Last component of a path as text, for comparing with names in an index file.
 pub(crate) fn file_name(path: &Path) -> String {

@@ -99,7 +99,11 @@ impl Model {
             return Err(ContainerError::NoTensorFiles { dirs: "(no directory given)".into() });
         };
         let config = Config::load(primary)?;
-        let shards = Shards::open(dirs)?;
+        Model::from_parts(config, Shards::open(dirs)?)
+    }
+
+    /// Checks a configuration against tensors that are already read.
+    pub fn from_parts(config: Config, shards: Shards) -> Result<Model, ContainerError> {
         let report = Lookup { shards: &shards, config: &config }.check()?;
         Ok(Model { dirs: shards.dirs().to_vec(), shards, config, report })
     }
@@ -435,6 +439,10 @@ impl<'a> Lookup<'a> {
         }
         report.indexer = self.optional(OptionalPart::Indexer, &indexer, &report.shards)?;
         report.mtp = self.optional(OptionalPart::Mtp, &mtp, &report.shards)?;
+        if !report.shards.is_complete() {
+            let warning = format!("no tensor is missing, but files are: {}", report.shards);
+            report.warnings.push(warning);
+        }
         report.unused = self.unused(&used);
         Ok(report)
     }

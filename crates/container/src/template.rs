@@ -295,26 +295,21 @@ fn to_value(json: &Json, bytes: &mut u64) -> Value {
 fn without_generation_blocks(template: &str) -> String {
     let mut text = String::with_capacity(template.len());
     let mut rest = template;
-    while let Some(at) = rest.find("{%") {
-        let (before, tag) = rest.split_at(at);
+    while let Some((before, tag)) = rest.split_once("{%") {
         text.push_str(before);
-        let Some(end) = tag.find("%}") else {
-            rest = tag;
-            break;
-        };
-        let inner = &tag[2..end];
+        text.push_str("{%");
+        rest = tag;
+        // Other tags are not passed over as a whole: they may contain "%}" in a string.
+        let Some((inner, after)) = tag.split_once("%}") else { continue };
         let word = inner.trim_matches(|c: char| matches!(c, '-' | '+') || c.is_whitespace());
-        match word {
-            "generation" => text.push_str(&tag[..end + 2].replacen(word, "if true", 1)),
-            "endgeneration" => text.push_str(&tag[..end + 2].replacen(word, "endif", 1)),
-            _ => {
-                // Only the opening is passed over: a tag may contain "%}" in a string.
-                text.push_str("{%");
-                rest = &tag[2..];
-                continue;
-            }
-        }
-        rest = &tag[end + 2..];
+        let plain = match word {
+            "generation" => "if true",
+            "endgeneration" => "endif",
+            _ => continue,
+        };
+        text.push_str(&inner.replacen(word, plain, 1));
+        text.push_str("%}");
+        rest = after;
     }
     text.push_str(rest);
     text

@@ -230,3 +230,24 @@ fn agree(bytes: &[u8]) {
         (Err(_), _) => {}
     }
 }
+
+/// The fuzzer starts from files that are models, so that it gets past the header.
+#[test]
+fn the_seeds_of_the_fuzzer_are_models() {
+    let seeds =
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds/container_header");
+    let config = with(
+        OLMOE,
+        serde_json::json!({"vocab_size": 4, "hidden_size": 4, "intermediate_size": 2,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "num_experts": 2,
+            "num_experts_per_tok": 1}),
+    );
+    for name in ["plain", "int4", "fused"] {
+        let bytes = std::fs::read(seeds.join(name)).unwrap();
+        let file = (name.into(), parse(&bytes).unwrap(), bytes.len() as u64);
+        let shards = container::Shards::from_headers([file]).unwrap();
+        let config = container::Config::from_json(&config, None).unwrap();
+        let model = container::Model::from_parts(config, shards).unwrap();
+        assert_eq!(model.report().unused.0, 0);
+    }
+}

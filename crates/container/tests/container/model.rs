@@ -377,9 +377,19 @@ fn an_index_names_the_file_of_a_missing_tensor() {
         &[&second[0].name, "there but does not hold it", "fetch second.safetensors"],
     );
     write(dir.path(), "second.safetensors", second, &[]);
-    open(dir.path()).unwrap();
-    for bad in ["{", "{}", r#"{"weight_map": {"a": 1}}"#, r#"{"weight_map": {"a": "x", "a": "y"}}"#]
-    {
+    assert!(open(dir.path()).unwrap().report().warnings.is_empty());
+    // Nothing that is needed is missing: said, not refused.
+    let stale = r#"{"weight_map": {"model.extra": "third.safetensors"}}"#;
+    fs::write(dir.path().join("model.safetensors.index.json"), stale).unwrap();
+    assert!(open(dir.path()).unwrap().report().warnings[0].contains("third.safetensors"));
+    for bad in [
+        "{",
+        "{}",
+        r#"{"weight_map": {"a": 1}}"#,
+        r#"{"weight_map": {}, "weight_map": {}}"#,
+        r#"{"weight_map": {}} x"#,
+        "[]",
+    ] {
         fs::write(dir.path().join("model.safetensors.index.json"), bad).unwrap();
         refused(open(dir.path()), &["model.safetensors.index.json"]);
     }

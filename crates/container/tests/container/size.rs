@@ -25,6 +25,7 @@ fn twenty_thousand_experts() {
     std::fs::write(dir.path().join("config.json"), &config).unwrap();
     let specs = tensor_specs(&Config::from_json(&config, None).unwrap());
     let mut tensors = 0;
+    let mut weight_map = serde_json::Map::new();
     for (i, chunk) in specs.chunks(specs.len().div_ceil(FILES)).enumerate() {
         let mut header = String::from("{");
         let mut stamps = serde_json::Map::new();
@@ -51,11 +52,15 @@ fn twenty_thousand_experts() {
         }
         let stamps = serde_json::to_string(&serde_json::Value::Object(stamps).to_string()).unwrap();
         header += &format!(r#""__metadata__":{{"colibri.fmt":{stamps}}}}}"#);
-        let path = dir.path().join(format!("model-{:05}-of-{FILES:05}.safetensors", i + 1));
+        let name = format!("model-{:05}-of-{FILES:05}.safetensors", i + 1);
+        weight_map.extend(chunk.iter().map(|spec| (spec.name.clone(), json!(name))));
+        let path = dir.path().join(&name);
         let mut file = File::create(path).unwrap();
         file.write_all(&raw_file(&header, &[])).unwrap();
         file.set_len(8 + header.len() as u64 + end as u64).unwrap();
     }
+    let index = json!({"metadata": {}, "weight_map": weight_map}).to_string();
+    std::fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
     let start = Instant::now();
     let shards = container::Shards::open(&[dir.path().to_owned()]).unwrap();
     let headers = start.elapsed();

@@ -91,6 +91,27 @@ fn generation_blocks_keep_their_whitespace_rules() {
     assert_eq!(render(template, json!([])).unwrap(), "ab%}c");
 }
 
+#[test]
+fn odd_tags() {
+    for text in [
+        "{%}",
+        "{%",
+        "{%%}",
+        "{%-%}",
+        "{%+%}",
+        "%}{%",
+        "{%{%}%}",
+        "{% generation",
+        "{%generation%}",
+    ] {
+        assert!(
+            matches!(ChatTemplate::from_text(text), Err(ContainerError::TemplateSyntax { .. })),
+            "{text}"
+        );
+    }
+    assert_eq!(render("{%generation%}x{%-endgeneration%}", json!([])).unwrap(), "x");
+}
+
 /// Templates come with downloaded models: none may take unbounded time or memory.
 #[test]
 fn hostile_templates_stop() {
