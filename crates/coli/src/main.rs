@@ -1,1 +1,43 @@
-fn main() {}
+//! `coli`, the command line: flags in, library calls, figures out. The only reader of the
+//! environment and the only place that ends the process.
+
+mod args;
+mod bundled;
+mod cmd;
+mod failure;
+mod interrupt;
+mod model;
+mod output;
+mod progress;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::args::{Cli, Command};
+use crate::failure::Failure;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match cli.command {
+        Command::Run(args) => cmd::run::run(&args),
+        Command::Chat(args) => cmd::chat::run(&args),
+        Command::Oracle(args) => cmd::oracle::run(&args),
+        Command::Score(args) => cmd::score::run(&args),
+        Command::Info(args) => cmd::info::run(&args),
+        Command::Doctor(args) => cmd::doctor::run(&args),
+        Command::Convert(args) => cmd::convert::run(&args),
+        Command::Synth(args) => cmd::synth::run(&args),
+        Command::Bench(args) => cmd::bench::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            failure.print();
+            ExitCode::from(failure.code())
+        }
+    }
+}
+
+/// What every command returns.
+type Outcome = Result<(), Failure>;

@@ -1,6 +1,7 @@
 //! Work on models rather than with them: conversion, synthetic models, scoring, benches.
 
 pub mod bench;
+pub mod check;
 pub mod convert;
 mod error;
 pub mod manifest;

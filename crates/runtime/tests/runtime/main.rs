@@ -1,4 +1,6 @@
 //! The engine against its references and against itself.
 
+mod exactness;
+mod generation;
 mod oracle;
 mod support;

@@ -1,0 +1,126 @@
+//! The bundled model: in a checkout above the current directory, else unpacked once from the
+//! binary into the user's data directory.
+
+use std::env;
+use std::path::PathBuf;
+
+use crate::failure::Failure;
+
+/// Where a checkout keeps it.
+const IN_CHECKOUT: &str = "models/hummingbird";
+
+/// The directory of the bundled model.
+pub fn find() -> Result<PathBuf, Failure> {
+    if let Ok(here) = env::current_dir() {
+        for dir in here.ancestors() {
+            let found = dir.join(IN_CHECKOUT);
+            if found.join("config.json").is_file() {
+                return Ok(found);
+            }
+        }
+    }
+    unpack()
+}
+
+#[cfg(not(feature = "bundled-model"))]
+fn unpack() -> Result<PathBuf, Failure> {
+    Err(Failure::usage(
+        "no model: give --model DIR or set COLI_MODEL (this build carries no bundled model)",
+    ))
+}
+
+#[cfg(feature = "bundled-model")]
+fn unpack() -> Result<PathBuf, Failure> {
+    embedded::unpack()
+}
+
+#[cfg(feature = "bundled-model")]
+mod embedded {
+    use std::fs;
+    use std::path::{Path, PathBuf};
+
+    use anyhow::Context;
+
+    use crate::failure::Failure;
+
+    macro_rules! file {
+        ($name:literal) => {
+            ($name, include_bytes!(concat!("../../../models/hummingbird/", $name)).as_slice())
+        };
+    }
+
+    /// The files of the model.
+    const FILES: [(&str, &[u8]); 7] = [
+        file!("config.json"),
+        file!("generation_config.json"),
+        file!("tokenizer.json"),
+        file!("tokenizer_config.json"),
+        file!("colibri.json"),
+        file!("README.md"),
+        file!("model.safetensors"),
+    ];
+
+    /// The user's data directory.
+    fn data_dir() -> Result<PathBuf, Failure> {
+        let absolute =
+            |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+        if let Some(dir) = absolute("XDG_DATA_HOME") {
+            return Ok(dir.join("colibri"));
+        }
+        if let Some(dir) = absolute("LOCALAPPDATA") {
+            return Ok(dir.join("colibri"));
+        }
+        absolute("HOME").map(|home| home.join(".local/share/colibri")).ok_or_else(|| {
+            Failure::usage("no model: give --model DIR (there is no home directory to unpack the bundled one into)")
+        })
+    }
+
+    /// Whether a directory holds exactly the embedded files.
+    fn is_intact(dir: &Path) -> bool {
+        FILES.iter().all(|(name, bytes)| {
+            let found = fs::read(dir.join(name));
+            found.is_ok_and(|found| blake3::hash(&found) == blake3::hash(bytes))
+        })
+    }
+
+    /// Unpacks the model if it is not there, and returns its directory.
+    pub fn unpack() -> Result<PathBuf, Failure> {
+        let mut hasher = blake3::Hasher::new();
+        for (name, bytes) in FILES {
+            hasher.update(name.as_bytes()).update(bytes);
+        }
+        let version = &hasher.finalize().to_hex()[..12];
+        let models = data_dir()?.join("models");
+        let dir = models.join(format!("hummingbird-{version}"));
+        if is_intact(&dir) {
+            return Ok(dir);
+        }
+        // Another process may do the same: each writes its own directory, the first rename wins.
+        let temporary = models.join(format!("hummingbird-{version}.{}.tmp", std::process::id()));
+        let write = || -> anyhow::Result<()> {
+            fs::create_dir_all(&temporary)?;
+            for (name, bytes) in FILES {
+                fs::write(temporary.join(name), bytes)?;
+            }
+            if fs::rename(&temporary, &dir).is_err() {
+                if !is_intact(&dir) {
+                    let _ = fs::remove_dir_all(&dir);
+                    fs::rename(&temporary, &dir)?;
+                } else {
+                    fs::remove_dir_all(&temporary)?;
+                }
+            }
+            Ok(())
+        };
+        write()
+            .with_context(|| {
+                format!(
+                    "cannot unpack the bundled model into {}; give --model DIR",
+                    models.display()
+                )
+            })
+            .map_err(|error| Failure::Failed(anyhow::anyhow!("{error:#}")))?;
+        eprintln!("Unpacked the bundled model into {}", dir.display());
+        Ok(dir)
+    }
+}

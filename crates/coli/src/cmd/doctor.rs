@@ -1,0 +1,240 @@
+//! `coli doctor`: checks with a remedy each.
+
+use container::{ChatTemplate, Model, Tokenizer};
+use experts::{FileSet, Reader};
+use lab::check::check_tensors;
+use runtime::machine::Machine;
+use runtime::{Engine, Want, Work};
+use serde_json::json;
+use std::sync::Arc;
+
+use crate::args::DoctorArgs;
+use crate::cmd::info::presence;
+use crate::failure::Failure;
+use crate::progress::Progress;
+use crate::{Outcome, model, output};
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum State {
+    Pass,
+    Skip,
+    Warn,
+    Fail,
+}
+
+impl State {
+    fn name(self) -> &'static str {
+        match self {
+            State::Pass => "pass",
+            State::Skip => "skip",
+            State::Warn => "warn",
+            State::Fail => "fail",
+        }
+    }
+}
+
+struct Check {
+    id: &'static str,
+    state: State,
+    detail: String,
+    remedy: String,
+}
+
+#[derive(Default)]
+struct Checks(Vec<Check>);
+
+impl Checks {
+    fn add(&mut self, id: &'static str, state: State, detail: String, remedy: &str) {
+        self.0.push(Check { id, state, detail, remedy: remedy.to_owned() });
+    }
+
+    fn pass(&mut self, id: &'static str, detail: String) {
+        self.add(id, State::Pass, detail, "");
+    }
+
+    fn fail(&mut self, id: &'static str, detail: String, remedy: &str) {
+        self.add(id, State::Fail, detail, remedy);
+    }
+}
+
+pub fn run(args: &DoctorArgs) -> Outcome {
+    let mut checks = Checks::default();
+    examine(args, &mut checks)?;
+    let worst = checks.0.iter().map(|check| check.state).max().unwrap_or(State::Pass);
+    if args.json {
+        let list: Vec<_> = checks
+            .0
+            .iter()
+            .map(|check| {
+                json!({
+                    "id": check.id, "state": check.state.name(),
+                    "detail": check.detail, "remedy": check.remedy,
+                })
+            })
+            .collect();
+        output::print_json(&json!(list));
+    } else {
+        for check in &checks.0 {
+            println!("{:4}  {:12} {}", check.state.name(), check.id, check.detail);
+            if !check.remedy.is_empty() {
+                println!("{:18} -> {}", "", check.remedy);
+            }
+        }
+    }
+    match worst {
+        State::Pass | State::Skip => Ok(()),
+        State::Warn => Err(Failure::Reported(1)),
+        State::Fail => Err(Failure::Reported(2)),
+    }
+}
+
+fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
+    let machine = Machine::default();
+    match machine.memory_available() {
+        Some(bound) => checks.pass(
+            "memory",
+            format!("{} free, bounded by {}", output::bytes(bound.bytes), bound.bound_by),
+        ),
+        None => checks.add(
+            "memory",
+            State::Warn,
+            "the system does not say how much is free".to_owned(),
+            "give --ram",
+        ),
+    }
+    let isa = numerics::Isa::detect().level();
+    checks.pass("cpu", format!("{isa}, {} compute threads", machine.compute_threads()));
+
+    let dirs = model::dirs(&args.engine.model)?;
+    let opened = match Model::open(&dirs) {
+        Ok(opened) => opened,
+        Err(error) => {
+            checks.fail("container", error.to_string(), "see the message");
+            for id in ["tokenizer", "template", "load", "tensors"] {
+                checks.add(id, State::Skip, "the container does not open".to_owned(), "");
+            }
+            return Ok(());
+        }
+    };
+    let report = opened.report();
+    checks.pass(
+        "container",
+        format!(
+            "{}, {} in {} files, indexer {}, MTP {}",
+            opened.config.family.row().name,
+            output::bytes(report.bytes()),
+            report.shards.found,
+            presence(&report.indexer),
+            presence(&report.mtp)
+        ),
+    );
+    for warning in &report.warnings {
+        checks.add("container", State::Warn, warning.clone(), "see docs/formats.md");
+    }
+    if report.unused.0 > 0 {
+        let (count, names) = &report.unused;
+        let detail =
+            format!("{count} stored tensors that nothing uses, first {}", names.join(", "));
+        checks.add("unused", State::Skip, detail, "");
+    }
+    examine_text(&opened, &dirs[0], checks);
+    if opened.config.stop_ids.is_empty() {
+        checks.add(
+            "stop ids",
+            State::Warn,
+            "neither config.json nor generation_config.json names one".to_owned(),
+            "answers end at --max-tokens only; add eos_token_id to generation_config.json",
+        );
+    } else {
+        checks.pass("stop ids", format!("{:?}", opened.config.stop_ids));
+    }
+    if !args.deep {
+        let detail = "only headers were read".to_owned();
+        checks.add("tensors", State::Skip, detail, "coli doctor --deep reads every byte");
+        return Ok(());
+    }
+    let files = FileSet::open(opened.shards.files().iter().map(|file| file.path.as_path()));
+    match files {
+        Err(error) => checks.fail("tensors", error.to_string(), "see the message"),
+        Ok(files) => {
+            let reader = Reader::new(Arc::new(files));
+            let mut progress = Progress::bytes("checking tensors");
+            let result =
+                check_tensors(&opened, &reader, &mut |done, total| progress.set(done, total));
+            drop(progress);
+            match result {
+                Ok(count) => checks.pass("tensors", format!("{count} read, all values usable")),
+                Err(error) => checks.fail(
+                    "tensors",
+                    error.to_string(),
+                    "fetch or convert the named file again",
+                ),
+            }
+        }
+    }
+    drop(opened);
+    match one_step(args) {
+        Ok(detail) => checks.pass("load", detail),
+        Err(failure @ (Failure::Failed(_) | Failure::Unusable(_))) => {
+            let (Failure::Failed(error) | Failure::Unusable(error)) = &failure else {
+                return Ok(());
+            };
+            checks.fail("load", error.to_string(), "see the message");
+        }
+        Err(reported) => return Err(reported),
+    }
+    Ok(())
+}
+
+fn examine_text(opened: &Model, dir: &std::path::Path, checks: &mut Checks) {
+    match Tokenizer::load(dir) {
+        Err(error) => checks.fail("tokenizer", error.to_string(), "see the message"),
+        Ok(None) => checks.add(
+            "tokenizer",
+            State::Warn,
+            format!("no tokenizer in {}", dir.display()),
+            "fetch tokenizer.json; without it only --ids works",
+        ),
+        Ok(Some(tokenizer)) => {
+            let (ids, vocab) = (tokenizer.vocab_size(), opened.config.vocab_size);
+            if ids > vocab {
+                let detail = format!("{ids} ids, but the model's vocabulary is {vocab}");
+                checks.fail("tokenizer", detail, "this tokenizer belongs to another model");
+            } else {
+                checks.pass("tokenizer", format!("{ids} of {vocab} ids"));
+            }
+        }
+    }
+    match ChatTemplate::load(dir) {
+        Err(error) => checks.fail("template", error.to_string(), "see the message"),
+        Ok(None) => checks.add(
+            "template",
+            State::Warn,
+            "no chat template".to_owned(),
+            "fetch chat_template.jinja; without it only `run` works",
+        ),
+        Ok(Some(template)) => {
+            let messages = [json!({"role": "user", "content": "hello"})];
+            match template.render(&messages, true, None) {
+                Ok(_) => checks.pass("template", "renders a message".to_owned()),
+                Err(error) => checks.fail("template", error.to_string(), "see the message"),
+            }
+        }
+    }
+}
+
+/// Loads the model as `run` does and computes one token.
+fn one_step(args: &DoctorArgs) -> Result<String, Failure> {
+    let options = model::engine_options(&args.engine)?;
+    let engine = Engine::open(&options, &mut |_, _| {})?;
+    let mut session = engine.session()?;
+    let token = engine.config().bos.unwrap_or(0).min(engine.config().vocab_size as u32 - 1);
+    let work = Work { session: &mut session, tokens: &[token], want: Want::Last };
+    let hidden = engine.step(&mut [work])?.swap_remove(0);
+    engine.logits(&hidden)?;
+    Ok(format!(
+        "one token computed; dense weights {}, expert cache {}",
+        output::bytes(engine.dense_bytes()),
+        output::bytes(engine.cache_bytes())
+    ))
+}

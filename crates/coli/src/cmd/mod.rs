@@ -1,0 +1,11 @@
+//! One file per command.
+
+pub mod bench;
+pub mod chat;
+pub mod convert;
+pub mod doctor;
+pub mod info;
+pub mod oracle;
+pub mod run;
+pub mod score;
+pub mod synth;

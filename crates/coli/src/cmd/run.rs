@@ -1,0 +1,223 @@
+//! `coli run`: one generation.
+
+use std::io::{IsTerminal, Read, Write};
+
+use container::Tokenizer;
+use numerics::NUMERICS_VERSION;
+use runtime::machine::Machine;
+use runtime::text::TextStream;
+use runtime::{Engine, Generated, Generation, GenerationOptions, Phase};
+use serde_json::json;
+
+use crate::args::RunArgs;
+use crate::failure::Failure;
+use crate::progress::Progress;
+use crate::{Outcome, interrupt, model, output};
+
+pub fn run(args: &RunArgs) -> Outcome {
+    let sampler = model::sampler(&args.sampling)?;
+    let (tokenizer, text) = match &args.ids {
+        Some(_) => (None, String::new()),
+        None => {
+            let text = prompt_text(args)?;
+            (Some(model::tokenizer(&args.engine.model)?), text)
+        }
+    };
+    let engine = model::open(&args.engine)?;
+    let prompt = match (&args.ids, &tokenizer) {
+        (Some(ids), _) => ids.clone(),
+        (None, Some(tokenizer)) => prompt_ids(&engine, tokenizer, &text)?,
+        (None, None) => Vec::new(),
+    };
+    if prompt.is_empty() {
+        return Err(Failure::usage("the prompt is empty; give some text or --ids"));
+    }
+    let mut session = engine.session()?;
+    if prompt.len() > session.context() {
+        return Err(Failure::usage(format!(
+            "the prompt has {} tokens, the context holds {}; shorten it or raise --ctx",
+            prompt.len(),
+            session.context()
+        )));
+    }
+    if sampler.temperature > 0.0 {
+        eprintln!("seed {}", sampler.seed);
+    }
+    let options = GenerationOptions {
+        max_tokens: args.sampling.max_tokens,
+        sampler,
+        stop_ids: engine.config().stop_ids.clone(),
+        fingerprint: args.fingerprint,
+    };
+    interrupt::listen();
+    let mut stream = Stream::new(tokenizer.as_ref(), !args.json);
+    let mut progress = Progress::count("reading the prompt");
+    let generated = Generation::new(&engine, options).run(&mut session, &prompt, &mut |phase| {
+        match phase {
+            Phase::Prefill(done, total) => progress.set(done as u64, total as u64),
+            Phase::Token(token) => stream.push(token),
+        }
+        !interrupt::asked()
+    });
+    drop(progress);
+    let text = stream.finish();
+    let generated = generated?;
+    if args.json {
+        output::print_json(&json_figures(&engine, &generated, text, sampler));
+    } else {
+        if let Some(fingerprint) = &generated.fingerprint {
+            eprintln!("fingerprint {fingerprint}");
+        }
+        eprintln!("{}", figures(&engine, &generated));
+    }
+    Ok(())
+}
+
+fn prompt_text(args: &RunArgs) -> Result<String, Failure> {
+    let from_stdin = || {
+        let mut text = String::new();
+        std::io::stdin().read_to_string(&mut text).map_err(|error| {
+            Failure::usage(format!("cannot read the prompt from stdin: {error}"))
+        })?;
+        Ok(text)
+    };
+    match args.prompt.as_deref() {
+        Some("-") => from_stdin(),
+        Some(text) => Ok(text.to_owned()),
+        None if std::io::stdin().is_terminal() => {
+            Err(Failure::usage("give a prompt, such as coli run \"Once upon a time\""))
+        }
+        None => Err(Failure::usage("give a prompt, `-` to read it from stdin, or --ids")),
+    }
+}
+
+/// Ids of a text to continue, after the family's prefix.
+fn prompt_ids(engine: &Engine, tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, Failure> {
+    if text.is_empty() {
+        return Ok(Vec::new());
+    }
+    let ids = tokenizer.encode(text, false)?;
+    let prefix = model::family_prefix(engine.config().family, tokenizer);
+    let mut prompt = lab::score::missing_prefix(&prefix, &ids);
+    prompt.extend(ids);
+    Ok(prompt)
+}
+
+/// Text or ids, printed as they come.
+pub struct Stream<'a> {
+    tokenizer: Option<&'a Tokenizer>,
+    print: bool,
+    bytes: TextStream,
+    /// Ids whose tokens have no bytes of their own; decoded together.
+    ids: Vec<u32>,
+    text: String,
+}
+
+impl<'a> Stream<'a> {
+    /// A stream; without a tokenizer ids are printed.
+    pub fn new(tokenizer: Option<&'a Tokenizer>, print: bool) -> Stream<'a> {
+        Stream {
+            tokenizer,
+            print,
+            bytes: TextStream::default(),
+            ids: Vec::new(),
+            text: String::new(),
+        }
+    }
+
+    /// Adds a token.
+    pub fn push(&mut self, token: u32) {
+        self.ids.push(token);
+        let piece = match self.tokenizer {
+            None if self.ids.len() == 1 => token.to_string(),
+            None => format!(",{token}"),
+            Some(tokenizer) => match tokenizer.token_bytes(token) {
+                Some(bytes) => self.bytes.push(&bytes),
+                // Tokens of other tokenizers have no bytes of their own: what is new is what the
+                // whole decodes to beyond what was shown, once it ends in a whole character.
+                None => match tokenizer.decode(&self.ids, false) {
+                    Ok(all) if !all.ends_with(char::REPLACEMENT_CHARACTER) => {
+                        all.get(self.text.len()..).unwrap_or_default().to_owned()
+                    }
+                    _ => String::new(),
+                },
+            },
+        };
+        self.show(&piece);
+    }
+
+    fn show(&mut self, piece: &str) {
+        self.text.push_str(piece);
+        if self.print {
+            let mut out = std::io::stdout().lock();
+            // A reader that has gone ends the output, not the figures.
+            let _ = out.write_all(piece.as_bytes()).and_then(|()| out.flush());
+        }
+    }
+
+    /// Ends the stream and returns everything shown.
+    pub fn finish(mut self) -> String {
+        let rest = self.bytes.finish();
+        self.show(&rest);
+        if self.print {
+            println!();
+        }
+        self.text
+    }
+}
+
+fn hit_rate(engine: &Engine) -> Option<f64> {
+    let stats = engine.expert_stats();
+    let total = stats.hits + stats.misses;
+    (total > 0).then(|| stats.hits as f64 / total as f64)
+}
+
+/// The line of figures.
+pub fn figures(engine: &Engine, generated: &Generated) -> String {
+    let stats = engine.expert_stats();
+    let mut parts = vec![
+        format!("{} tokens ({})", generated.ids.len(), generated.finish.name()),
+        format!("{:.1} tok/s", generated.tokens_per_s()),
+        format!(
+            "first token after {:.0} ms ({} prompt tokens)",
+            generated.ttft_s * 1e3,
+            generated.prompt_tokens
+        ),
+    ];
+    if let Some(rate) = hit_rate(engine) {
+        parts.push(format!("expert hit rate {:.1} %", rate * 100.0));
+    }
+    parts.push(format!("{} read", output::bytes(stats.bytes_read)));
+    if let Some(peak) = Machine::default().peak_rss_bytes() {
+        parts.push(format!("peak RAM {}", output::bytes(peak)));
+    }
+    parts.join(" | ")
+}
+
+fn json_figures(
+    engine: &Engine,
+    generated: &Generated,
+    text: String,
+    sampler: runtime::SamplerOptions,
+) -> serde_json::Value {
+    json!({
+        "text": text,
+        "ids": generated.ids,
+        "finish_reason": generated.finish.name(),
+        "fingerprint": generated.fingerprint,
+        "seed": (sampler.temperature > 0.0).then_some(sampler.seed),
+        "prompt_tokens": generated.prompt_tokens,
+        "tok_per_s": generated.tokens_per_s(),
+        "ttft_ms": generated.ttft_s * 1e3,
+        "hit_rate": hit_rate(engine),
+        "bytes_read": engine.expert_stats().bytes_read,
+        "peak_rss_bytes": Machine::default().peak_rss_bytes(),
+        "numerics_version": NUMERICS_VERSION,
+        "isa": engine.compute().isa.level().name(),
+        "threads": engine.compute().team.threads(),
+        "activations": engine.compute().activations.to_string(),
+        "context": engine.context(),
+        "ram_ceiling_bytes": engine.ledger().limit(),
+        "expert_cache_bytes": engine.cache_bytes(),
+    })
+}

@@ -1,0 +1,99 @@
+//! Exit codes: 1 for a thing that failed or a check that did not hold, 2 for wrong usage or
+//! unusable input.
+
+use std::io::{self, ErrorKind};
+
+use container::ContainerError;
+use experts::{ExpertError, LedgerError};
+use lab::LabError;
+use models::ModelError;
+use runtime::{OpenError, StepError};
+
+/// Why a command did not succeed.
+#[derive(Debug)]
+pub enum Failure {
+    /// Exit 1.
+    Failed(anyhow::Error),
+    /// Exit 2.
+    Unusable(anyhow::Error),
+    /// A check that did not hold, already reported; the exit code.
+    Reported(u8),
+}
+
+impl Failure {
+    /// Wrong usage.
+    pub fn usage(message: impl Into<String>) -> Failure {
+        Failure::Unusable(anyhow::anyhow!(message.into()))
+    }
+
+    /// The exit code.
+    pub fn code(&self) -> u8 {
+        match self {
+            Failure::Failed(_) => 1,
+            Failure::Unusable(_) => 2,
+            Failure::Reported(code) => *code,
+        }
+    }
+
+    /// Prints the cause on stderr.
+    pub fn print(&self) {
+        match self {
+            Failure::Failed(error) | Failure::Unusable(error) => eprintln!("error: {error}"),
+            Failure::Reported(_) => {}
+        }
+    }
+}
+
+impl From<OpenError> for Failure {
+    fn from(error: OpenError) -> Self {
+        match error {
+            OpenError::Threads(_) => Failure::Failed(error.into()),
+            other => Failure::Unusable(other.into()),
+        }
+    }
+}
+
+impl From<LedgerError> for Failure {
+    fn from(error: LedgerError) -> Self {
+        Failure::Unusable(error.into())
+    }
+}
+
+impl From<ContainerError> for Failure {
+    fn from(error: ContainerError) -> Self {
+        Failure::Unusable(error.into())
+    }
+}
+
+impl From<StepError> for Failure {
+    fn from(error: StepError) -> Self {
+        let numeric = matches!(
+            &error,
+            StepError::Model(
+                ModelError::Numeric { .. } | ModelError::Expert(ExpertError::Numeric { .. })
+            )
+        );
+        if numeric { Failure::Failed(error.into()) } else { Failure::Unusable(error.into()) }
+    }
+}
+
+impl From<LabError> for Failure {
+    fn from(error: LabError) -> Self {
+        match error {
+            LabError::Open(error) => (*error).into(),
+            LabError::Step(error) => (*error).into(),
+            LabError::Write { .. } => Failure::Failed(error.into()),
+            other => Failure::Unusable(other.into()),
+        }
+    }
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        // Whoever reads the output has gone; there is nobody to tell.
+        if error.kind() == ErrorKind::BrokenPipe {
+            return Failure::Reported(1);
+        }
+        Failure::Failed(error.into())
+    }
+}

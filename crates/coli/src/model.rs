@@ -1,0 +1,131 @@
+//! Opening what the flags name.
+
+use std::path::PathBuf;
+
+use container::{Family, Tokenizer};
+use numerics::{Isa, NUMERICS_VERSION};
+use runtime::{Engine, EngineOptions};
+
+use crate::args::{EngineArgs, ModelArgs, SamplingArgs};
+use crate::bundled;
+use crate::failure::Failure;
+use crate::output;
+use crate::progress::Progress;
+
+/// The directories of the model that the flags name, primary first.
+pub fn dirs(args: &ModelArgs) -> Result<Vec<PathBuf>, Failure> {
+    let mut dirs: Vec<PathBuf> = args.model.iter().cloned().collect();
+    for dir in &args.model_dirs {
+        if dir.as_os_str().is_empty() {
+            return Err(Failure::usage("--model-dirs (COLI_MODEL_DIRS) has an empty entry"));
+        }
+        if !dirs.contains(dir) {
+            dirs.push(dir.clone());
+        }
+    }
+    if dirs.is_empty() {
+        dirs.push(bundled::find()?);
+    }
+    Ok(dirs)
+}
+
+/// Engine options of the flags.
+pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
+    let isa = match args.isa {
+        None => Isa::detect(),
+        Some(level) => Isa::at(level)
+            .ok_or_else(|| Failure::usage(format!("this CPU does not have {level}")))?,
+    };
+    Ok(EngineOptions {
+        dirs: dirs(&args.model)?,
+        ram_bytes: args.ram,
+        threads: args.threads,
+        isa,
+        activations: args.activations,
+        context: args.ctx,
+        sessions: 1,
+        prefill_chunk: args.prefill_chunk,
+        cache_experts: args.cache_experts,
+    })
+}
+
+/// Opens the engine with a progress bar and says what is in effect.
+pub fn open(args: &EngineArgs) -> Result<Engine, Failure> {
+    let options = engine_options(args)?;
+    let mut progress = Progress::bytes("loading weights");
+    let engine = Engine::open(&options, &mut |done, total| progress.set(done, total))?;
+    drop(progress);
+    print_banner(&engine);
+    Ok(engine)
+}
+
+/// Effective values, on stderr.
+fn print_banner(engine: &Engine) {
+    let (config, compute) = (engine.config(), engine.compute());
+    let name = engine.model().dirs.first().and_then(|dir| dir.file_name());
+    let threads = compute.team.threads();
+    eprintln!(
+        "{} ({}) | {} | {} thread{} | {} activations | ctx {} | RAM ceiling {}, dense {}, \
+         expert cache {} | numerics {NUMERICS_VERSION}",
+        name.map(|name| name.to_string_lossy()).unwrap_or_default(),
+        config.family.row().name,
+        compute.isa.level(),
+        threads,
+        if threads == 1 { "" } else { "s" },
+        compute.activations,
+        engine.context(),
+        output::bytes(engine.ledger().limit()),
+        output::bytes(engine.dense_bytes()),
+        output::bytes(engine.cache_bytes()),
+    );
+}
+
+/// The tokenizer of the primary directory.
+pub fn tokenizer(args: &ModelArgs) -> Result<Tokenizer, Failure> {
+    let dirs = dirs(args)?;
+    Ok(Tokenizer::load_required(&dirs[0])?)
+}
+
+/// Ids of the family's scoring prefix, where the vocabulary has them all.
+pub fn family_prefix(family: Family, tokenizer: &Tokenizer) -> Vec<u32> {
+    let ids = family.row().scoring_prefix.iter().map(|token| tokenizer.token_id(token));
+    ids.collect::<Option<Vec<u32>>>().unwrap_or_default()
+}
+
+/// Sampler options of the flags; a sampled run without a seed draws one.
+pub fn sampler(args: &SamplingArgs) -> Result<runtime::SamplerOptions, Failure> {
+    let options = runtime::SamplerOptions {
+        temperature: args.temperature,
+        top_k: args.top_k,
+        top_p: args.top_p,
+        min_p: args.min_p,
+        repetition_penalty: args.repetition_penalty,
+        presence_penalty: args.presence_penalty,
+        frequency_penalty: args.frequency_penalty,
+        seed: args.seed.unwrap_or_else(draw_seed),
+    };
+    options.check().map_err(Failure::usage)?;
+    if args.max_tokens == 0 {
+        return Err(Failure::usage("--max-tokens must be at least 1"));
+    }
+    if options.temperature == 0.0 {
+        let ignored = [
+            (args.top_k != 0, "--top-k"),
+            (args.top_p != 1.0, "--top-p"),
+            (args.min_p != 0.0, "--min-p"),
+            (args.seed.is_some(), "--seed"),
+        ];
+        if let Some((_, name)) = ignored.iter().find(|(given, _)| *given) {
+            return Err(Failure::usage(format!(
+                "{name} has no effect at temperature 0; give --temperature too"
+            )));
+        }
+    }
+    Ok(options)
+}
+
+/// A seed nobody chose.
+fn draw_seed() -> u64 {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    RandomState::new().build_hasher().finish() >> 16
+}

@@ -1,0 +1,78 @@
+//! A model whose experts are tiny, and a reader that misbehaves as told.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use container::{FileId, Model};
+use experts::load::ExpertTable;
+use experts::{FileSet, RawFiles, Reader};
+
+/// What the fake disk does with a read.
+pub enum Answer {
+    /// As the real file.
+    Real,
+    /// At most so many bytes.
+    Short(usize),
+    /// An error.
+    Error(io::ErrorKind),
+    /// The end of the file.
+    End,
+}
+
+type Script = dyn FnMut(u64, FileId, u64, usize) -> Answer + Send;
+
+/// Real files behind a script that sees (call number, file, offset, bytes).
+pub struct FakeDisk {
+    real: FileSet,
+    calls: AtomicU64,
+    script: Mutex<Box<Script>>,
+}
+
+impl RawFiles for FakeDisk {
+    fn read_at(&self, file: FileId, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        let call = self.calls.fetch_add(1, Ordering::SeqCst);
+        let answer = (self.script.lock().unwrap())(call, file, offset, buffer.len());
+        match answer {
+            Answer::Real => self.real.read_at(file, offset, buffer),
+            Answer::Short(max) => {
+                let len = buffer.len().min(max);
+                self.real.read_at(file, offset, &mut buffer[..len])
+            }
+            Answer::Error(kind) => Err(kind.into()),
+            Answer::End => Ok(0),
+        }
+    }
+
+    fn path(&self, file: FileId) -> &Path {
+        self.real.path(file)
+    }
+}
+
+/// The bundled model: six layers of 24 quantised experts.
+pub fn model() -> Model {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/hummingbird");
+    Model::open(&[dir]).unwrap()
+}
+
+/// Its experts.
+pub fn table(model: &Model) -> ExpertTable {
+    let config = &model.config;
+    let layers = (0..config.layers)
+        .filter(|layer| config.layer_kind(*layer) == Some(container::LayerKind::Sparse))
+        .map(|layer| (layer, config.moe.experts));
+    ExpertTable::new(model, layers, true).unwrap()
+}
+
+/// A reader over a scripted disk.
+pub fn reader(
+    model: &Model,
+    script: impl FnMut(u64, FileId, u64, usize) -> Answer + Send + 'static,
+) -> Reader {
+    let paths: Vec<PathBuf> = model.shards.files().iter().map(|file| file.path.clone()).collect();
+    let real = FileSet::open(paths.iter().map(PathBuf::as_path)).unwrap();
+    let disk = FakeDisk { real, calls: AtomicU64::new(0), script: Mutex::new(Box::new(script)) };
+    Reader::new(Arc::new(disk))
+}
