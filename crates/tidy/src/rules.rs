@@ -141,12 +141,12 @@ fn long_files(source: &Source) -> Vec<Finding> {
 /// Whether a file is a crate root or a module of a crate, rather than a part of its tests.
 fn is_module(path: &str) -> bool {
     let folders: Vec<&str> = path.split('/').collect();
-    match folders.as_slice() {
-        ["crates", _, "src", ..] => true,
-        ["crates", _, "tests", _] => true,
-        ["crates", _, "tests", .., "main.rs"] => true,
-        _ => false,
-    }
+    matches!(
+        folders.as_slice(),
+        ["crates", _, "src", ..]
+            | ["crates", _, "tests", _]
+            | ["crates", _, "tests", .., "main.rs"]
+    )
 }
 
 fn module_docs(source: &Source) -> Vec<Finding> {
