@@ -79,7 +79,8 @@ pub struct EngineArgs {
     pub model: ModelArgs,
     /// Memory ceiling in GB (10^9 bytes) for everything the process holds [default: what host and
     /// control group leave free, less a reserve]
-    #[arg(long, value_name = "GB", env = "COLI_RAM", value_parser = parse_gb)]
+    #[arg(long, value_name = "GB", env = "COLI_RAM", value_parser = parse_gb,
+          allow_negative_numbers = true)]
     pub ram: Option<u64>,
     /// Context in tokens [default: the smaller of the model's and what memory allows]
     #[arg(long, value_name = "N", env = "COLI_CTX", value_parser = parse_count)]
@@ -91,6 +92,10 @@ pub struct EngineArgs {
     #[arg(long, value_name = "MODE", env = "COLI_ACTIVATIONS", default_value = "int8",
           value_parser = parse_activations)]
     pub activations: Activations,
+    /// Tensor classes that take int8 activations, comma-separated, or none [default: those of the
+    /// numerics version, see coli info]; another list gives other bits
+    #[arg(long, value_name = "CLASSES", env = "COLI_INT8_CLASSES", value_delimiter = ',')]
+    pub int8_classes: Option<Vec<String>>,
     /// Prompt tokens per step
     #[arg(long, value_name = "N", env = "COLI_PREFILL_CHUNK",
           default_value_t = runtime::engine::PREFILL_CHUNK, value_parser = parse_count)]
@@ -111,19 +116,43 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "N", env = "COLI_MAX_TOKENS", default_value_t = 256)]
     pub max_tokens: usize,
     /// Sampling temperature; 0 always takes the most likely token
-    #[arg(long, value_name = "T", env = "COLI_TEMPERATURE", default_value_t = 0.0)]
+    #[arg(
+        long,
+        value_name = "T",
+        env = "COLI_TEMPERATURE",
+        default_value_t = 0.0,
+        allow_negative_numbers = true
+    )]
     pub temperature: f32,
     /// Sample among the K most likely tokens; 0 takes all
     #[arg(long, value_name = "K", env = "COLI_TOP_K", default_value_t = 0)]
     pub top_k: usize,
     /// Sample among the most likely tokens that together have probability P
-    #[arg(long, value_name = "P", env = "COLI_TOP_P", default_value_t = 1.0)]
+    #[arg(
+        long,
+        value_name = "P",
+        env = "COLI_TOP_P",
+        default_value_t = 1.0,
+        allow_negative_numbers = true
+    )]
     pub top_p: f32,
     /// Drop tokens less likely than P times the most likely
-    #[arg(long, value_name = "P", env = "COLI_MIN_P", default_value_t = 0.0)]
+    #[arg(
+        long,
+        value_name = "P",
+        env = "COLI_MIN_P",
+        default_value_t = 0.0,
+        allow_negative_numbers = true
+    )]
     pub min_p: f32,
     /// Divide logits of tokens seen in prompt or answer
-    #[arg(long, value_name = "X", env = "COLI_REPETITION_PENALTY", default_value_t = 1.0)]
+    #[arg(
+        long,
+        value_name = "X",
+        env = "COLI_REPETITION_PENALTY",
+        default_value_t = 1.0,
+        allow_negative_numbers = true
+    )]
     pub repetition_penalty: f32,
     /// Subtract from logits of tokens in the answer
     #[arg(

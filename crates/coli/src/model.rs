@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use container::{Family, Tokenizer};
-use numerics::{Isa, NUMERICS_VERSION};
+use models::Int8Classes;
+use numerics::{Activations, Isa, NUMERICS_VERSION};
 use runtime::{Engine, EngineOptions};
 
 use crate::args::{EngineArgs, ModelArgs, SamplingArgs};
@@ -42,11 +43,30 @@ pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
         threads: args.threads,
         isa,
         activations: args.activations,
+        int8_classes: int8_classes(args)?,
         context: args.ctx,
         sessions: 1,
         prefill_chunk: args.prefill_chunk,
         cache_experts: args.cache_experts,
     })
+}
+
+/// The classes of `--int8-classes`.
+fn int8_classes(args: &EngineArgs) -> Result<Int8Classes, Failure> {
+    let Some(names) = &args.int8_classes else { return Ok(Int8Classes::default()) };
+    if args.activations != Activations::Int8 {
+        return Err(Failure::usage("--int8-classes has no effect with --activations f32"));
+    }
+    let class = |name: &String| {
+        let known = Int8Classes::POSSIBLE;
+        known.into_iter().find(|class| class.name() == name).ok_or_else(|| {
+            let names: Vec<&str> = known.iter().map(|class| class.name()).collect();
+            Failure::usage(format!("--int8-classes {name:?}: known are {}", names.join(", ")))
+        })
+    };
+    let named = names.iter().filter(|name| *name != "none").map(class);
+    let classes = named.collect::<Result<Vec<_>, _>>()?;
+    Ok(Int8Classes::of(&classes))
 }
 
 /// Opens the engine with a progress bar and says what is in effect.

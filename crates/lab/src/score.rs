@@ -52,18 +52,16 @@ pub fn score_ids(engine: &Engine, ids: &[u32], from: usize) -> Result<Score, Lab
     }
     let mut session = engine.session().map_err(runtime::OpenError::from)?;
     let width = engine.config().hidden_size;
-    let mut position = 0;
+    // The state after a token predicts the next one.
+    let mut next = 1;
     let mut each = |hidden: &[f32]| -> Result<(), StepError> {
-        for row in hidden.chunks_exact(width) {
-            // The state after token `position` predicts the next one.
-            if position + 1 >= from {
-                let logits = engine.logits(row)?;
-                score.nll += nll(&logits, ids[position + 1]);
-                score.tokens += 1;
-            }
-            position += 1;
-        }
-        Ok(())
+        let skipped = from.saturating_sub(next).min(hidden.len() / width);
+        next += skipped;
+        engine.each_logits(&hidden[skipped * width..], |logits| {
+            score.nll += nll(logits, ids[next]);
+            score.tokens += 1;
+            next += 1;
+        })
     };
     engine.prefill(&mut session, &ids[..ids.len() - 1], Want::All, &mut each, &mut |_| true)?;
     Ok(score)

@@ -9,7 +9,7 @@ use crate::error::ModelError;
 use crate::glm::Glm;
 use crate::kv::{KvShape, KvStore};
 use crate::olmoe::Olmoe;
-use crate::weights::DenseLoad;
+use crate::weights::{DenseLoad, Int8Classes};
 
 /// One token of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -56,15 +56,16 @@ pub trait Family: Send + Sync {
 }
 
 /// Loads the dense weights of a model for contexts of up to `positions` tokens. `progress` is
-/// told bytes done and bytes in all.
+/// told bytes done and bytes in all. `int8` says which classes may take int8 activations.
 pub fn open_family(
     model: &Model,
     reader: &Reader,
     ledger: &std::sync::Arc<Ledger>,
     positions: usize,
+    int8: Int8Classes,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Box<dyn Family>, ModelError> {
-    let load = DenseLoad::new(model, reader, ledger, progress);
+    let load = DenseLoad::new(model, reader, ledger, int8, progress);
     Ok(match model.config.family {
         FamilyId::GlmMoeDsa => Box::new(Glm::load(load, positions)?),
         FamilyId::Olmoe => Box::new(Olmoe::load(load, positions)?),

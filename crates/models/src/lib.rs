@@ -21,4 +21,4 @@ mod weights;
 pub use error::ModelError;
 pub use family::{Family, Row, open_family};
 pub use kv::{KvKind, KvShape, KvStore, PAGE};
-pub use weights::{DenseLoad, int8_classes, takes_int8};
+pub use weights::{DenseLoad, Int8Classes};

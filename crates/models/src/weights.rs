@@ -10,25 +10,15 @@ use formats::{ExpertDesc, ExpertRef, MatrixDesc, QTensor};
 use crate::error::ModelError;
 
 /// Tensor classes whose quantised matrices take int8 activations under `--activations int8`; the
-/// others always multiply in f32. Settled by measurement, see `docs/numerics.md`.
-pub const fn takes_int8(class: TensorClass) -> bool {
-    match class {
-        TensorClass::Experts
-        | TensorClass::SharedExpert
-        | TensorClass::Attention
-        | TensorClass::DenseMlp
-        | TensorClass::Head
-        | TensorClass::Indexer
-        | TensorClass::Mtp => true,
-        TensorClass::KvB | TensorClass::Embedding | TensorClass::Router | TensorClass::Norm => {
-            false
-        }
-    }
-}
+/// others always multiply in f32. The default is part of the numerics contract, settled by
+/// measurement, see `docs/numerics.md`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Int8Classes(u16);
 
-/// The classes of [`takes_int8`], for people.
-pub fn int8_classes() -> impl Iterator<Item = TensorClass> {
-    [
+impl Int8Classes {
+    /// Classes that may take int8 activations. Those left out are decoded row by row or decide
+    /// where tokens go.
+    pub const POSSIBLE: [TensorClass; 7] = [
         TensorClass::Experts,
         TensorClass::SharedExpert,
         TensorClass::Attention,
@@ -36,9 +26,28 @@ pub fn int8_classes() -> impl Iterator<Item = TensorClass> {
         TensorClass::Head,
         TensorClass::Indexer,
         TensorClass::Mtp,
-    ]
-    .into_iter()
-    .filter(|class| takes_int8(*class))
+    ];
+
+    /// These classes and no others.
+    pub fn of(classes: &[TensorClass]) -> Int8Classes {
+        Int8Classes(classes.iter().fold(0, |bits, class| bits | 1 << *class as u16))
+    }
+
+    /// Whether a class takes int8 activations.
+    pub fn contains(self, class: TensorClass) -> bool {
+        self.0 >> class as u16 & 1 == 1
+    }
+
+    /// The classes, in order.
+    pub fn iter(self) -> impl Iterator<Item = TensorClass> {
+        Self::POSSIBLE.into_iter().filter(move |class| self.contains(*class))
+    }
+}
+
+impl Default for Int8Classes {
+    fn default() -> Self {
+        Int8Classes::of(&Self::POSSIBLE)
+    }
 }
 
 /// The loading of a model's dense weights.
@@ -46,6 +55,7 @@ pub struct DenseLoad<'a> {
     model: &'a Model,
     reader: &'a Reader,
     ledger: &'a Arc<Ledger>,
+    int8: Int8Classes,
     progress: &'a mut dyn FnMut(u64, u64),
     done: u64,
     total: u64,
@@ -58,11 +68,12 @@ impl<'a> DenseLoad<'a> {
         model: &'a Model,
         reader: &'a Reader,
         ledger: &'a Arc<Ledger>,
+        int8: Int8Classes,
         progress: &'a mut dyn FnMut(u64, u64),
     ) -> DenseLoad<'a> {
         let report = model.report();
         let total = report.bytes() - report.class_bytes(TensorClass::Experts);
-        DenseLoad { model, reader, ledger, progress, done: 0, total, memory: Vec::new() }
+        DenseLoad { model, reader, ledger, int8, progress, done: 0, total, memory: Vec::new() }
     }
 
     /// The configuration.
@@ -105,7 +116,7 @@ impl<'a> DenseLoad<'a> {
     /// A matrix to multiply with.
     pub fn matrix(&mut self, role: Role, layer: Option<usize>) -> Result<QTensor, ModelError> {
         let source = self.source(role, layer)?;
-        let int8 = takes_int8(role.class());
+        let int8 = self.int8.contains(role.class());
         let desc = MatrixDesc::for_matmul(source.format, source.rows, source.cols, int8);
         self.load(&source, desc)
     }

@@ -10,7 +10,7 @@ use experts::{
     ByteClass, ExpertBackend, ExpertStats, FileSet, Ledger, LedgerError, LocalExperts,
     LocalOptions, ReadError, Reader, Reservation,
 };
-use models::{Family, KvShape, ModelError, PAGE, Row, open_family, takes_int8};
+use models::{Family, Int8Classes, KvShape, ModelError, PAGE, Row, open_family};
 use numerics::{Activations, Compute, Isa, Team};
 
 use crate::kv::{BatchKv, SequenceKv};
@@ -20,6 +20,9 @@ use crate::session::{Session, StepError, Want, Work};
 /// Prefill chunk when none is asked for: large enough that each expert of a layer is read once
 /// for many tokens, small enough for the scratch it needs.
 pub const PREFILL_CHUNK: usize = 512;
+/// Rows whose logits are computed together: enough to share the head's weights, few enough for a
+/// large vocabulary.
+const LOGIT_ROWS: usize = 8;
 /// Least context the default plan aims at before it gives memory to the expert cache.
 const CONTEXT_FLOOR: usize = 512;
 /// Ceiling assumed where the system does not say how much memory there is.
@@ -38,6 +41,8 @@ pub struct EngineOptions {
     pub isa: Isa,
     /// Activation mode.
     pub activations: Activations,
+    /// Tensor classes that take int8 activations in int8 mode.
+    pub int8_classes: Int8Classes,
     /// Context in tokens; `None` takes what model and memory allow.
     pub context: Option<usize>,
     /// Sessions that exist at the same time.
@@ -57,6 +62,7 @@ impl EngineOptions {
             threads: None,
             isa: Isa::detect(),
             activations: Activations::Int8,
+            int8_classes: Int8Classes::default(),
             context: None,
             sessions: 1,
             prefill_chunk: PREFILL_CHUNK,
@@ -166,7 +172,7 @@ impl Engine {
             team: Arc::new(Team::new(threads)?),
             activations: options.activations,
         };
-        let table = expert_table(&model)?;
+        let table = expert_table(&model, options.int8_classes)?;
         let machine = Machine::default();
         let limit = options.ram_bytes.unwrap_or_else(|| {
             machine.default_ceiling().map_or(CEILING_UNKNOWN, |bound| bound.bytes)
@@ -193,7 +199,8 @@ impl Engine {
             ledger.reserve(ByteClass::Scratch, plan.scratch)?,
             ledger.reserve(ByteClass::Kv, kv)?,
         ];
-        let family = open_family(&model, &reader, &ledger, context, progress)?;
+        let family =
+            open_family(&model, &reader, &ledger, context, options.int8_classes, progress)?;
         let local = LocalOptions { cache_bytes: None, per_layer_max: options.cache_experts };
         let experts = LocalExperts::new(table, reader, &ledger, local)?;
         Ok(Engine {
@@ -306,6 +313,18 @@ impl Engine {
         Ok(self.family.logits(&self.compute, hidden)?)
     }
 
+    /// Hands the logits of each hidden state to `each`, in order, a few rows at a time.
+    pub fn each_logits(
+        &self,
+        hidden: &[f32],
+        mut each: impl FnMut(&[f32]),
+    ) -> Result<(), StepError> {
+        for rows in hidden.chunks(LOGIT_ROWS * self.config().hidden_size) {
+            self.logits(rows)?.chunks_exact(self.config().vocab_size).for_each(&mut each);
+        }
+        Ok(())
+    }
+
     /// Feeds tokens in chunks. `each` gets the wanted hidden states in order; `progress` the
     /// number of tokens done and returns whether to go on.
     ///
@@ -338,13 +357,13 @@ impl Engine {
     }
 }
 
-/// The experts of every sparse layer, those of a stored MTP layer included.
-fn expert_table(model: &Model) -> Result<ExpertTable, ContainerError> {
+/// The experts of every sparse decoder layer.
+fn expert_table(model: &Model, int8: Int8Classes) -> Result<ExpertTable, ContainerError> {
     let config = &model.config;
     let layers = (0..config.layers)
         .filter(|layer| config.layer_kind(*layer) == Some(LayerKind::Sparse))
         .map(|layer| (layer, config.moe.experts));
-    ExpertTable::new(model, layers, takes_int8(TensorClass::Experts))
+    ExpertTable::new(model, layers, int8.contains(TensorClass::Experts))
 }
 
 fn kv_shape(model: &Model) -> KvShape {
@@ -405,6 +424,6 @@ fn scratch_bytes(config: &Config, chunk: usize, threads: usize) -> u64 {
         + 4 * widest
         + config.moe.experts * 3;
     let per_thread = chunk * 3 * latent + 4 * PAGE;
-    let floats = chunk * row + threads * per_thread + 2 * config.vocab_size;
+    let floats = chunk * row + threads * per_thread + 2 * LOGIT_ROWS * config.vocab_size;
     floats as u64 * size_of::<f32>() as u64
 }

@@ -3,7 +3,7 @@
 use container::{
     Attention, ChatTemplate, Config, Family, LayerKind, Model, Presence, TensorClass, Tokenizer,
 };
-use models::{KvShape, int8_classes};
+use models::{Int8Classes, KvShape};
 use numerics::NUMERICS_VERSION;
 use serde_json::json;
 
@@ -21,7 +21,7 @@ pub fn run(args: &InfoArgs) -> Outcome {
         .filter(|layer| config.layer_kind(*layer) == Some(LayerKind::Sparse))
         .count();
     let kv = KvShape::new(config, |_| report.indexer == Presence::Present).bytes_per_position();
-    let classes: Vec<&str> = int8_classes().map(TensorClass::name).collect();
+    let classes: Vec<&str> = Int8Classes::default().iter().map(TensorClass::name).collect();
     if args.json {
         let stored: Vec<_> = report
             .stored

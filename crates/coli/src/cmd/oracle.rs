@@ -40,21 +40,18 @@ pub fn run(args: &OracleArgs) -> Outcome {
     let mut mismatches = Vec::new();
     let mut fingerprint = Fingerprint::default();
     let mut session = engine.session()?;
-    let width = engine.config().hidden_size;
     let mut position = 0;
     let mut each = |hidden: &[f32]| -> Result<(), StepError> {
-        for row in hidden.chunks_exact(width) {
-            let logits = engine.logits(row)?;
+        engine.each_logits(hidden, |logits| {
             if args.fingerprint {
-                fingerprint.add(&logits);
+                fingerprint.add(logits);
             }
-            let (got, expected) = (topk::argmax(&logits), reference.tf_pred[position]);
+            let (got, expected) = (topk::argmax(logits), reference.tf_pred[position]);
             if got != expected {
                 mismatches.push(Mismatch { kind: "teacher-forced", position, expected, got });
             }
             position += 1;
-        }
-        Ok(())
+        })
     };
     let mut progress = Progress::count("teacher forcing");
     engine.prefill(&mut session, &reference.full_ids, Want::All, &mut each, &mut |done| {

@@ -159,7 +159,7 @@ impl<'a> Stream<'a> {
     pub fn finish(mut self) -> String {
         let rest = self.bytes.finish();
         self.show(&rest);
-        if self.print {
+        if self.print && !self.text.is_empty() {
             println!();
         }
         self.text

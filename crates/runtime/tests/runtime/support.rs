@@ -59,14 +59,11 @@ pub fn open(options: &EngineOptions) -> Engine {
 /// Teacher-forces tokens; returns the argmax after each and the fingerprint.
 pub fn teacher_force(engine: &Engine, session: &mut Session, ids: &[u32]) -> (Vec<u32>, String) {
     let (mut predicted, mut fingerprint) = (Vec::new(), Fingerprint::default());
-    let width = engine.config().hidden_size;
     let mut each = |hidden: &[f32]| {
-        for row in hidden.chunks_exact(width) {
-            let logits = engine.logits(row)?;
-            fingerprint.add(&logits);
-            predicted.push(numerics::topk::argmax(&logits));
-        }
-        Ok(())
+        engine.each_logits(hidden, |logits| {
+            fingerprint.add(logits);
+            predicted.push(numerics::topk::argmax(logits));
+        })
     };
     engine.prefill(session, ids, Want::All, &mut each, &mut |_| true).unwrap();
     (predicted, fingerprint.hex())
