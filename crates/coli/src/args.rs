@@ -27,9 +27,9 @@ Start here:
                                          compare with a transformers reference
 
 A model is a directory with config.json, tokenizer files and *.safetensors. Without --model the
-bundled demonstration model is used. Every option can be given as an environment variable
-COLI_<OPTION>, such as COLI_RAM=24. Exit codes: 0 ok, 1 something failed or a check did not hold,
-2 wrong usage or unusable input."
+bundled demonstration model is used. Options with [env: COLI_…] in their help can be given as that
+environment variable, such as COLI_RAM=24. Exit codes: 0 ok, 1 something failed or a check did not
+hold, 2 wrong usage or unusable input."
 )]
 pub struct Cli {
     /// What to do.
@@ -409,7 +409,8 @@ pub struct BenchArgs {
 /// The benches.
 #[derive(Subcommand, Debug)]
 pub enum BenchCommand {
-    /// Tokens per second beside the read-bandwidth limit of the same run
+    /// Tokens per second beside the read-bandwidth limit of the same run, measured on an array of 1
+    /// GiB that is held beside --ram
     Decode(BenchDecodeArgs),
 }
 

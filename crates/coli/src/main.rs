@@ -1,13 +1,15 @@
 //! `coli`, the command line: flags in, library calls, figures out. The only reader of the
 //! environment and the only place that ends the process.
 
+#[macro_use]
+mod output;
+
 mod args;
 mod bundled;
 mod cmd;
 mod failure;
 mod interrupt;
 mod model;
-mod output;
 mod progress;
 
 use std::process::ExitCode;

@@ -1,4 +1,37 @@
-//! Figures for people.
+//! Printing, and figures for people.
+
+use std::fmt;
+use std::io::{self, ErrorKind, Write};
+
+/// Prints a line on stdout.
+#[macro_export]
+macro_rules! say {
+    ($($argument:tt)*) => {
+        $crate::output::print(format_args!("{}\n", format_args!($($argument)*)))
+    };
+}
+
+/// Prints on stdout without ending the line.
+#[macro_export]
+macro_rules! say_part {
+    ($($argument:tt)*) => { $crate::output::print(format_args!($($argument)*)) };
+}
+
+/// Writes to stdout at once. A reader that has gone ends the process quietly, as it ends any
+/// filter; there is nobody left to tell.
+pub fn print(text: fmt::Arguments<'_>) {
+    let mut out = io::stdout().lock();
+    match out.write_fmt(text).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+        Err(error) => eprintln!("error: cannot write to stdout: {error}"),
+        Ok(()) => {}
+    }
+}
+
+/// A count and its noun.
+pub fn counted(count: usize, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
 
 /// Bytes with a decimal unit.
 pub fn bytes(count: u64) -> String {
@@ -27,7 +60,7 @@ pub fn count(value: u64) -> String {
 
 /// Prints one JSON object on stdout.
 pub fn print_json(value: &serde_json::Value) {
-    println!("{value:#}");
+    say!("{value:#}");
 }
 
 /// A table whose columns are as wide as their widest cell; the first is left-aligned, the others

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use container::{ContainerError, LayerKind, Role, TensorSpec, tensors};
 use numerics::Team;
 use runtime::{Engine, Want, Work};
 
@@ -68,11 +69,10 @@ impl ReadLoop {
     }
 }
 
-/// Decodes `tokens` tokens after a short prompt, `repetitions` times, the read loop between them.
-/// `bytes_per_token` is what the model's weights ask for.
+/// Decodes `tokens` tokens after a short prompt, `repetitions` times (at least once), the read
+/// loop between them. Its array is held beside the engine's memory ceiling.
 pub fn decode(
     engine: &Engine,
-    bytes_per_token: u64,
     tokens: usize,
     repetitions: usize,
 ) -> Result<DecodeFigures, LabError> {
@@ -81,7 +81,7 @@ pub fn decode(
     let vocab = engine.config().vocab_size as u32;
     let mut rates = Vec::new();
     let mut reads = Vec::new();
-    for repetition in 0..=repetitions {
+    for repetition in 0..=repetitions.max(1) {
         let read = read_loop.measure(team);
         let mut session = engine.session().map_err(runtime::OpenError::from)?;
         let prompt: Vec<u32> = (0..8).map(|i| (i * 7919 + 13) % vocab).collect();
@@ -101,29 +101,53 @@ pub fn decode(
             reads.push(read);
         }
     }
-    rates.sort_by(f64::total_cmp);
-    reads.sort_by(f64::total_cmp);
+    let slowest = rates.iter().copied().fold(f64::INFINITY, f64::min);
+    let fastest = rates.iter().copied().fold(0.0, f64::max);
     Ok(DecodeFigures {
-        tok_per_s: rates[rates.len() / 2],
-        spread: (rates[0], rates[rates.len() - 1]),
-        bytes_per_token,
-        read_gb_per_s: reads[reads.len() / 2],
+        tok_per_s: median(rates),
+        spread: (slowest, fastest),
+        bytes_per_token: bytes_per_token(engine)?,
+        read_gb_per_s: median(reads),
     })
 }
 
-/// Weight bytes that one decoded token reads: the dense weights but the embedding, and the chosen
-/// experts of every sparse layer.
-pub fn bytes_per_token(engine: &Engine) -> u64 {
-    use container::{LayerKind, TensorClass};
-    let (config, report) = (engine.config(), engine.model().report());
-    let skipped = [TensorClass::Experts, TensorClass::Embedding, TensorClass::Mtp];
-    let skipped: u64 = skipped.iter().map(|class| report.class_bytes(*class)).sum();
-    let tied = if config.tie_embeddings { report.class_bytes(TensorClass::Embedding) } else { 0 };
-    let sparse = (0..config.layers)
-        .filter(|layer| config.layer_kind(*layer) == Some(LayerKind::Sparse))
-        .count() as u64;
-    let stored = report.class_bytes(TensorClass::Experts);
-    let experts = sparse * config.moe.experts as u64;
-    let per_expert = stored.checked_div(experts).unwrap_or(0);
-    report.bytes() - skipped + tied + per_expert * sparse * config.moe.top_k as u64
+/// Weight bytes that one decoded token reads: the dense weights of the decoder layers and the
+/// head, and `top_k` experts of every sparse layer.
+pub fn bytes_per_token(engine: &Engine) -> Result<u64, LabError> {
+    let (config, model) = (engine.config(), engine.model());
+    let stored = |spec: &TensorSpec| -> Result<u64, ContainerError> {
+        Ok(model.find(spec)?.map_or(0, |source| source.bytes()))
+    };
+    let mut bytes = 0;
+    for spec in tensors::model_specs(config) {
+        if spec.role != Role::Embedding || config.tie_embeddings {
+            bytes += stored(&spec)?;
+        }
+    }
+    for layer in 0..config.layers {
+        for spec in tensors::layer_specs(config, layer) {
+            bytes += stored(&spec)?;
+        }
+        if config.layer_kind(layer) == Some(LayerKind::Sparse) {
+            let mut experts = 0;
+            for expert in 0..config.moe.experts {
+                for spec in tensors::expert_specs(config, layer, expert).into_iter().flatten() {
+                    experts += stored(&spec)?;
+                }
+            }
+            bytes += experts * config.moe.top_k as u64 / config.moe.experts as u64;
+        }
+    }
+    Ok(bytes)
+}
+
+/// The middle value, or the mean of the two middle ones. The values must not be empty.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let half = values.len() / 2;
+    if values.len().is_multiple_of(2) {
+        (values[half - 1] + values[half]) / 2.0
+    } else {
+        values[half]
+    }
 }

@@ -1,7 +1,7 @@
 //! Conversion of checkpoints and containers into any format per tensor class, by row blocks in
 //! bounded memory, resumable, never mixing parameters.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,7 +15,7 @@ use numerics::hadamard::Rotation;
 use numerics::{Isa, Team};
 
 use crate::error::LabError;
-use crate::manifest::{Manifest, SourceIdentity, record};
+use crate::manifest::{MANIFEST_FILE, Manifest, SourceIdentity, record};
 use crate::plan::{Choice, Item, Plan};
 use crate::shard::{Layout, Place, ShardFile, Target, shard_name, split};
 
@@ -25,20 +25,18 @@ pub const SHARD_BYTES: u64 = 4_000_000_000;
 const COPY_BYTES: usize = 4 << 20;
 /// Bytes sampled at the start, middle and end of each source file for its identity.
 const SAMPLE_BYTES: u64 = 65_536;
-/// Files beside the weights that belong to a model.
-const SIDE_FILES: [&str; 11] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "LICENSE",
-];
+/// Endings of files beside the weights that belong to a model.
+const SIDE_ENDINGS: [&str; 5] = ["json", "jinja", "tiktoken", "model", "txt"];
+/// Files of those endings that describe the source's own shards.
+const OWN_FILES: [&str; 2] = [MANIFEST_FILE, container::index::INDEX_FILE];
+
+/// Whether a file belongs to a model and is not its weights: configuration, tokenizer, templates,
+/// licence.
+fn is_side_file(name: &str) -> bool {
+    let ending = name.rsplit_once('.').map(|(_, ending)| ending);
+    let belongs = ending.is_some_and(|ending| SIDE_ENDINGS.contains(&ending));
+    (belongs || name.starts_with("LICENSE")) && !OWN_FILES.contains(&name)
+}
 
 /// A conversion that has been planned.
 pub struct Conversion {
@@ -239,13 +237,22 @@ impl Conversion {
         Ok(())
     }
 
+    /// Copies what belongs to the model beside its weights; of a name in several directories the
+    /// first one's.
     fn copy_side_files(&self) -> Result<(), LabError> {
-        for name in SIDE_FILES {
-            let found =
-                self.source_dirs.iter().map(|dir| dir.join(name)).find(|path| path.exists());
-            if let Some(path) = found {
-                let to = self.destination.join(name);
-                fs::copy(&path, &to).map_err(LabError::write(&to, "copy to"))?;
+        let mut copied = BTreeSet::new();
+        for dir in &self.source_dirs {
+            for entry in fs::read_dir(dir).map_err(LabError::write(dir, "list"))? {
+                let path = entry.map_err(LabError::write(dir, "list"))?.path();
+                let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
+                let Some(name) = name.filter(|name| path.is_file() && is_side_file(name)) else {
+                    continue;
+                };
+                let to = self.destination.join(&name);
+                if copied.insert(name) {
+                    let bytes = fs::read(&path).map_err(LabError::write(&path, "read"))?;
+                    fs::write(&to, bytes).map_err(LabError::write(&to, "write"))?;
+                }
             }
         }
         Ok(())

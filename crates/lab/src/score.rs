@@ -80,9 +80,9 @@ pub fn score_text(
     let mut score = Score::default();
     for (at, part) in ids.chunks(window).enumerate() {
         let mut tokens = if at == 0 { missing_prefix(prefix, part) } else { prefix.to_vec() };
-        let from = tokens.len();
         tokens.extend_from_slice(part);
-        score.add(score_ids(engine, &tokens, from)?);
+        // The prefix is never scored, also where the text brings its own.
+        score.add(score_ids(engine, &tokens, prefix.len())?);
         progress((at * window + part.len()).min(ids.len()), ids.len());
     }
     Ok(score)

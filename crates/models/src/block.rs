@@ -1,6 +1,5 @@
 //! Small pieces that every block uses.
 
-use container::Config;
 use formats::{Input, QTensor, matmul};
 use numerics::{Compute, NumericError, function, norm};
 
@@ -51,20 +50,4 @@ pub fn embed(embedding: &QTensor, rows: &[Row]) -> Result<Vec<f32>, ModelError> 
         embedding.view().decode_row(row.token as usize, x);
     }
     Ok(x)
-}
-
-/// Final norm and head of hidden states, `[rows, vocab]`.
-pub fn head_logits(
-    compute: &Compute,
-    config: &Config,
-    final_norm: &[f32],
-    head: &QTensor,
-    hidden: &[f32],
-) -> Result<Vec<f32>, ModelError> {
-    let numeric = ModelError::at(config.layers);
-    let normed = rms_rows(compute, hidden, final_norm, config.rms_norm_eps);
-    let input = Input::new("head input", normed, config.hidden_size);
-    let logits = linear(compute, head, &input).map_err(&numeric)?;
-    check_finite(compute, "logits", &logits, config.vocab_size).map_err(&numeric)?;
-    Ok(logits)
 }

@@ -89,6 +89,15 @@ impl From<LoadError> for ModelError {
     }
 }
 
+/// A configuration that does not have what its family always has.
+pub(crate) fn family_error(what: &str) -> ModelError {
+    ModelError::Container(ContainerError::Config {
+        source_name: "config.json".to_owned(),
+        field: "attention".to_owned(),
+        problem: format!("this family has {what}"),
+    })
+}
+
 impl ModelError {
     /// Attaches a layer to a numeric error.
     pub(crate) fn at(layer: usize) -> impl Fn(NumericError) -> ModelError {

@@ -6,9 +6,9 @@ use numerics::Compute;
 use numerics::rope::RopeTable;
 
 use crate::error::ModelError;
-use crate::glm::Glm;
+use crate::glm;
 use crate::kv::{KvShape, KvStore};
-use crate::olmoe::Olmoe;
+use crate::olmoe;
 use crate::weights::{DenseLoad, Int8Classes};
 
 /// One token of a step.
@@ -67,7 +67,7 @@ pub fn open_family(
 ) -> Result<Box<dyn Family>, ModelError> {
     let load = DenseLoad::new(model, reader, ledger, int8, progress);
     Ok(match model.config.family {
-        FamilyId::GlmMoeDsa => Box::new(Glm::load(load, positions)?),
-        FamilyId::Olmoe => Box::new(Olmoe::load(load, positions)?),
+        FamilyId::GlmMoeDsa => Box::new(glm::load(load, positions)?),
+        FamilyId::Olmoe => Box::new(olmoe::load(load, positions)?),
     })
 }

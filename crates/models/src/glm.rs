@@ -5,19 +5,19 @@
 
 use container::{Attention, Config, IndexerKind, LayerKind, Presence, Role};
 use experts::ExpertBackend;
-use formats::{Input, QTensor};
-use numerics::rope::RopeTable;
-use numerics::{Compute, function};
+use formats::Input;
+use numerics::function;
 
-use crate::block::{check_finite, embed, head_logits, rms_rows};
+use crate::block::rms_rows;
+use crate::decoder::{Decoder, DecoderLayer};
 use crate::dsa::{Indexer, Selections};
-use crate::error::ModelError;
-use crate::family::{Family, Row, Step};
+use crate::error::{ModelError, family_error};
+use crate::family::{Family, Step};
 use crate::kv::{KvShape, KvStore};
 use crate::mla::{Mla, MlaShape};
 use crate::mlp;
 use crate::moe::Moe;
-use crate::weights::{DenseLoad, DenseMemory, Ffn};
+use crate::weights::{DenseLoad, Ffn};
 
 enum FeedForward {
     Dense(Box<Ffn>),
@@ -42,54 +42,23 @@ struct Layer {
     feed_forward: FeedForward,
 }
 
-/// The family.
-pub struct Glm {
-    config: Config,
-    kv_shape: KvShape,
-    embedding: QTensor,
-    layers: Vec<Layer>,
-    final_norm: Vec<f32>,
-    /// `None` where the embedding is the head.
-    head: Option<QTensor>,
-    rope: RopeTable,
-    memory: DenseMemory,
-}
-
-impl Glm {
-    /// Loads the dense weights.
-    pub fn load(mut load: DenseLoad<'_>, positions: usize) -> Result<Glm, ModelError> {
-        let config = load.config().clone();
-        let has_indexer = load.model().report().indexer == Presence::Present;
-        let Some(shape) = MlaShape::new(&config) else {
-            return Err(ModelError::Container(container::ContainerError::Config {
-                source_name: "config.json".to_owned(),
-                field: "attention".to_owned(),
-                problem: "this family has latent attention".to_owned(),
-            }));
-        };
-        let rope = RopeTable::new(shape.rope_dim(), config.rope_theta, positions);
-        load.reserve_table(rope.bytes())?;
-        let embedding = if config.tie_embeddings {
-            load.matrix_and_rows(Role::Embedding, None)?
-        } else {
-            load.rows(Role::Embedding, None)?
-        };
-        let layers = (0..config.layers)
-            .map(|layer| Layer::load(&mut load, &config, shape, has_indexer, layer))
-            .collect::<Result<_, _>>()?;
-        let final_norm = load.vector(Role::FinalNorm, None)?;
-        let head = if config.tie_embeddings { None } else { Some(load.matrix(Role::Head, None)?) };
-        if load.model().report().mtp == Presence::Present {
-            for layer in config.layers..config.all_layers() {
-                check_mtp(&mut load, &config, shape, layer)?;
-            }
+/// Loads the dense weights.
+pub(crate) fn load(
+    mut load: DenseLoad<'_>,
+    positions: usize,
+) -> Result<impl Family + use<>, ModelError> {
+    let config = load.config();
+    let shape = MlaShape::new(config).ok_or_else(|| family_error("latent attention"))?;
+    let has_indexer = load.model().report().indexer == Presence::Present;
+    if load.model().report().mtp == Presence::Present {
+        for layer in config.layers..config.all_layers() {
+            check_mtp(&mut load, config, shape, layer)?;
         }
-        let kv_shape = KvShape::new(&config, |layer| {
-            has_indexer && config.indexer_kind(layer) == Some(IndexerKind::Full)
-        });
-        let memory = load.finish();
-        Ok(Glm { config, kv_shape, embedding, layers, final_norm, head, rope, memory })
     }
+    let kv_shape = KvShape::of(load.model());
+    Decoder::load(load, positions, shape.rope_dim(), kv_shape, |load, layer| {
+        Layer::load(load, config, shape, has_indexer, layer)
+    })
 }
 
 impl Layer {
@@ -101,7 +70,9 @@ impl Layer {
         layer: usize,
     ) -> Result<Layer, ModelError> {
         let at = Some(layer);
-        let Attention::Mla { indexer, .. } = &config.attention else { unreachable_family() };
+        let Attention::Mla { indexer, .. } = &config.attention else {
+            return Err(family_error("latent attention"));
+        };
         let select = match (indexer, config.indexer_kind(layer)) {
             (Some(indexer), Some(IndexerKind::Full)) if has_indexer => {
                 Select::Own(Box::new(Indexer::load(load, indexer, layer)?))
@@ -125,6 +96,11 @@ impl Layer {
             feed_forward,
         })
     }
+}
+
+impl DecoderLayer for Layer {
+    /// The last key selection made.
+    type Carry = Selections;
 
     fn forward(
         &self,
@@ -150,6 +126,7 @@ impl Layer {
             }
             Select::Inherit => {}
             Select::AllUpTo(topk) => {
+                *selections = vec![None; rows.len()];
                 if let Some(row) = rows.iter().find(|row| row.position >= *topk) {
                     let position = row.position;
                     return Err(ModelError::NoIndexer { layer, position, topk: *topk });
@@ -165,13 +142,8 @@ impl Layer {
             FeedForward::Sparse(moe) => moe.forward(compute, layer, &input, experts)?,
         };
         function::add(compute.isa, x, &out);
-        check_finite(compute, "hidden state", x, hidden).map_err(&numeric)
+        Ok(())
     }
-}
-
-/// A GLM configuration always has latent attention; [`Glm::load`] has checked it.
-fn unreachable_family() -> ! {
-    unreachable!("latent attention was checked when the family was loaded")
 }
 
 /// Reads the tensors of an MTP layer, checks them and lets them go.
@@ -205,39 +177,4 @@ fn check_mtp(
     }
     load.release_after(mark);
     Ok(())
-}
-
-impl Family for Glm {
-    fn config(&self) -> &Config {
-        &self.config
-    }
-
-    fn kv_shape(&self) -> &KvShape {
-        &self.kv_shape
-    }
-
-    fn dense_bytes(&self) -> u64 {
-        self.memory.bytes()
-    }
-
-    fn forward(
-        &self,
-        compute: &Compute,
-        rows: &[Row],
-        kv: &mut dyn KvStore,
-        experts: &dyn ExpertBackend,
-    ) -> Result<Vec<f32>, ModelError> {
-        let mut x = embed(&self.embedding, rows)?;
-        let mut selections: Selections = vec![None; rows.len()];
-        for (at, layer) in self.layers.iter().enumerate() {
-            let step = Step { compute, layer: at, rope: &self.rope, rows };
-            layer.forward(&step, &self.config, &mut x, &mut selections, kv, experts)?;
-        }
-        Ok(x)
-    }
-
-    fn logits(&self, compute: &Compute, hidden: &[f32]) -> Result<Vec<f32>, ModelError> {
-        let head = self.head.as_ref().unwrap_or(&self.embedding);
-        head_logits(compute, &self.config, &self.final_norm, head, hidden)
-    }
 }

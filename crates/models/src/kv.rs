@@ -1,6 +1,6 @@
 //! The key/value state that attention needs, as pages of 512 positions.
 
-use container::{Attention, Config};
+use container::{Attention, IndexerKind, Model, Presence};
 use numerics::attention::KEY_BLOCK;
 
 /// Positions per page: the key block of the attention rule, so pages never cut a block.
@@ -25,8 +25,11 @@ pub struct KvShape {
 }
 
 impl KvShape {
-    /// The shape of a model's state. `has_indexer` says whether a layer's index keys are kept.
-    pub fn new(config: &Config, has_indexer: impl Fn(usize) -> bool) -> KvShape {
+    /// The shape of a model's state. Index keys are kept by layers that have their own indexer.
+    pub fn of(model: &Model) -> KvShape {
+        let config = &model.config;
+        let stored = model.report().indexer == Presence::Present;
+        let has_indexer = |layer| stored && config.indexer_kind(layer) == Some(IndexerKind::Full);
         let layers = (0..config.layers).map(|layer| match &config.attention {
             Attention::Mla { kv_lora, rope, indexer, .. } => {
                 let index = indexer.as_ref().filter(|_| has_indexer(layer));

@@ -6,6 +6,7 @@
 
 mod attend;
 mod block;
+mod decoder;
 mod dsa;
 mod error;
 mod family;
@@ -21,4 +22,4 @@ mod weights;
 pub use error::ModelError;
 pub use family::{Family, Row, open_family};
 pub use kv::{KvKind, KvShape, KvStore, PAGE};
-pub use weights::{DenseLoad, Int8Classes};
+pub use weights::{DenseLoad, Int8Classes, planned_dense_bytes};

@@ -75,7 +75,7 @@ impl Mla {
             query_b: load.matrix(Role::QB, at)?,
             kv_a: load.matrix(Role::KvA, at)?,
             kv_a_norm: load.vector(Role::KvANorm, at)?,
-            kv_b: load.rows(Role::KvB, at)?,
+            kv_b: load.matrix(Role::KvB, at)?,
             output: load.matrix(Role::O, at)?,
         })
     }

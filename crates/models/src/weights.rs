@@ -113,55 +113,13 @@ impl<'a> DenseLoad<'a> {
         self.reserve(bytes as u64)
     }
 
-    /// A matrix to multiply with.
+    /// A matrix, arranged for what its role is used for.
     pub fn matrix(&mut self, role: Role, layer: Option<usize>) -> Result<QTensor, ModelError> {
         let source = self.source(role, layer)?;
-        let int8 = self.int8.contains(role.class());
-        let desc = MatrixDesc::for_matmul(source.format, source.rows, source.cols, int8);
-        self.load(&source, desc)
-    }
-
-    /// A matrix whose single rows are decoded.
-    pub fn rows(&mut self, role: Role, layer: Option<usize>) -> Result<QTensor, ModelError> {
-        let source = self.source(role, layer)?;
-        if source.format.is_rotated() {
-            return Err(ModelError::RotatedRows {
-                tensor: source.name,
-                format: source.format,
-                remedy: "store this tensor in another format, such as int8-row",
-            });
-        }
-        let desc = MatrixDesc::for_rows(source.format, source.rows, source.cols);
-        self.load(&source, desc)
-    }
-
-    /// A matrix to multiply with whose single rows are decoded too.
-    pub fn matrix_and_rows(
-        &mut self,
-        role: Role,
-        layer: Option<usize>,
-    ) -> Result<QTensor, ModelError> {
-        let tensor = self.matrix(role, layer)?;
-        if tensor.desc().format().is_rotated() {
-            return Err(ModelError::RotatedRows {
-                tensor: self.source(role, layer)?.name,
-                format: tensor.desc().format(),
-                remedy: "store this tensor in another format, such as int8-row",
-            });
-        }
-        Ok(tensor)
-    }
-
-    fn load(
-        &mut self,
-        source: &QSource,
-        desc: Result<MatrixDesc, formats::FormatError>,
-    ) -> Result<QTensor, ModelError> {
-        let desc =
-            desc.map_err(|error| ModelError::Shape { tensor: source.name.clone(), source: error })?;
+        let desc = desc_of(&self.model.config, role, &source, self.int8)?;
         self.reserve(desc.bytes() as u64)?;
-        let tensor = load_matrix(self.reader, source, desc)?;
-        self.count(source);
+        let tensor = load_matrix(self.reader, &source, desc)?;
+        self.count(&source);
         Ok(tensor)
     }
 
@@ -198,6 +156,48 @@ impl<'a> DenseLoad<'a> {
     pub fn mark(&self) -> usize {
         self.memory.len()
     }
+}
+
+/// How a matrix is kept: by rows where single rows of it are decoded, else for multiplication.
+fn desc_of(
+    config: &Config,
+    role: Role,
+    source: &QSource,
+    int8: Int8Classes,
+) -> Result<MatrixDesc, ModelError> {
+    let decoded = matches!(role, Role::Embedding | Role::KvB);
+    if decoded && source.format.is_rotated() {
+        return Err(ModelError::RotatedRows {
+            tensor: source.name.clone(),
+            format: source.format,
+            remedy: "store this tensor in another format, such as int8-row",
+        });
+    }
+    // A tied embedding is multiplied with too; its few looked-up rows are unpacked from tiles.
+    let multiplied = !decoded || (role == Role::Embedding && config.tie_embeddings);
+    let (format, rows, cols) = (source.format, source.rows, source.cols);
+    let desc = if multiplied {
+        MatrixDesc::for_matmul(format, rows, cols, int8.contains(role.class()))
+    } else {
+        MatrixDesc::for_rows(format, rows, cols)
+    };
+    desc.map_err(|error| ModelError::Shape { tensor: source.name.clone(), source: error })
+}
+
+/// Bytes that the dense weights of a model take in memory, rotary tables not counted.
+pub fn planned_dense_bytes(model: &Model, int8: Int8Classes) -> Result<u64, ModelError> {
+    let config = &model.config;
+    let layers = (0..config.layers).flat_map(|layer| tensors::layer_specs(config, layer));
+    let mut bytes = 0u64;
+    for spec in tensors::model_specs(config).into_iter().chain(layers) {
+        let Some(source) = model.find(&spec)? else { continue };
+        bytes += if spec.role.is_vector() {
+            (source.rows * source.cols * size_of::<f32>()) as u64
+        } else {
+            desc_of(config, spec.role, &source, int8)?.bytes() as u64
+        };
+    }
+    Ok(bytes)
 }
 
 /// The account of a model's dense weights.

@@ -40,14 +40,9 @@ impl RopeTable {
         table
     }
 
-    /// Bytes the table holds.
-    pub fn bytes(&self) -> usize {
-        (self.cos.len() + self.sin.len()) * size_of::<f32>()
-    }
-
-    /// Number of positions.
-    pub fn positions(&self) -> usize {
-        self.cos.len().checked_div(self.half).unwrap_or(0)
+    /// Bytes that a table for `dim` rotated elements and `positions` holds.
+    pub fn bytes_of(dim: usize, positions: usize) -> usize {
+        dim.saturating_mul(positions).saturating_mul(size_of::<f32>())
     }
 
     /// Rotates the first `2·half` elements of `head` for `position`, in place.

@@ -10,7 +10,10 @@ use experts::{
     ByteClass, ExpertBackend, ExpertStats, FileSet, Ledger, LedgerError, LocalExperts,
     LocalOptions, ReadError, Reader, Reservation,
 };
-use models::{Family, Int8Classes, KvShape, ModelError, PAGE, Row, open_family};
+use models::{
+    Family, Int8Classes, KvShape, ModelError, PAGE, Row, open_family, planned_dense_bytes,
+};
+use numerics::rope::RopeTable;
 use numerics::{Activations, Compute, Isa, Team};
 
 use crate::kv::{BatchKv, SequenceKv};
@@ -92,7 +95,7 @@ pub enum OpenError {
     /// The ceiling is below what cannot be streamed.
     #[error(
         "this model needs at least {needed} bytes ({parts}), --ram allows {limit}; \
-         raise --ram, lower --ctx, or convert the dense weights to a smaller format"
+         raise --ram, lower --ctx or --prefill-chunk, or convert dense weights to a smaller format"
     )]
     Ceiling {
         /// Least bytes.
@@ -143,13 +146,14 @@ impl Plan {
         self.process + self.dense + self.scratch + self.in_flight + self.expert
     }
 
-    fn check(&self, kv: u64, limit: u64) -> Result<(), OpenError> {
-        let needed = self.fixed() + kv;
+    fn check(&self, kv: u64, tables: u64, limit: u64) -> Result<(), OpenError> {
+        let needed = self.fixed() + kv + tables;
         if needed <= limit {
             return Ok(());
         }
         let parts = format!(
-            "process {}, dense weights {}, KV {kv}, scratch {}, read buffers {}, one expert {}",
+            "process {}, dense weights {}, KV {kv}, rotary tables {tables}, scratch {}, \
+             read buffers {}, one expert {}",
             self.process, self.dense, self.scratch, self.in_flight, self.expert
         );
         Err(OpenError::Ceiling { needed, parts, limit })
@@ -179,19 +183,19 @@ impl Engine {
         });
 
         let config = &model.config;
-        let kv_shape = kv_shape(&model);
-        let report = model.report();
-        let chunk = options.prefill_chunk.clamp(1, config.max_position);
+        let kv_shape = KvShape::of(&model);
+        let longest = options.context.unwrap_or(config.max_position);
+        let chunk = options.prefill_chunk.clamp(1, longest.max(1));
         let plan = Plan {
             process: machine.rss_bytes().unwrap_or(0),
-            dense: report.bytes() - report.class_bytes(TensorClass::Experts),
+            dense: planned_dense_bytes(&model, options.int8_classes)?,
             scratch: scratch_bytes(config, chunk, threads),
             in_flight: LocalExperts::in_flight_bytes(&table),
             expert: table.slot_bytes_max(),
         };
         let context = plan_context(options, config, &kv_shape, &plan, limit)?;
         let kv = kv_bytes(&kv_shape, context) * options.sessions.max(1) as u64;
-        plan.check(kv, limit)?;
+        plan.check(kv, RopeTable::bytes_of(rope_dim(config), context) as u64, limit)?;
 
         let ledger = Ledger::new(limit);
         let memory = vec![
@@ -366,11 +370,12 @@ fn expert_table(model: &Model, int8: Int8Classes) -> Result<ExpertTable, Contain
     ExpertTable::new(model, layers, int8.contains(TensorClass::Experts))
 }
 
-fn kv_shape(model: &Model) -> KvShape {
-    let stored = model.report().indexer == container::Presence::Present;
-    KvShape::new(&model.config, |layer| {
-        stored && model.config.indexer_kind(layer) == Some(container::IndexerKind::Full)
-    })
+/// Rotary numbers per head.
+fn rope_dim(config: &Config) -> usize {
+    match config.attention {
+        Attention::Mla { rope, .. } => rope,
+        Attention::Gqa { head_dim, .. } => head_dim,
+    }
 }
 
 /// Bytes of a session's state: whole pages.
@@ -394,7 +399,8 @@ fn plan_context(
     }
     // Half of what is left may go to keys and values, the rest to experts.
     let left = limit.saturating_sub(plan.fixed()) / 2 / options.sessions.max(1) as u64;
-    let page = kv_bytes(shape, PAGE).max(1);
+    let page = kv_bytes(shape, PAGE) + RopeTable::bytes_of(rope_dim(config), PAGE) as u64;
+    let page = page.max(1);
     let fits = usize::try_from(left / page).unwrap_or(usize::MAX).saturating_mul(PAGE);
     Ok(fits.max(CONTEXT_FLOOR).min(max))
 }

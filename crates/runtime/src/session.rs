@@ -62,7 +62,7 @@ pub enum StepError {
     /// The tokens do not fit the context.
     #[error(
         "{used} tokens in the context and {wanted} more exceed its {context}; \
-         shorten the prompt or raise --ctx"
+         shorten the prompt or raise --ctx (or --ram, which bounds it where --ctx is not given)"
     )]
     Context {
         /// Tokens already in the session.

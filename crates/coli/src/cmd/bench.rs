@@ -1,6 +1,6 @@
 //! `coli bench`: speed beside the physical limit.
 
-use lab::bench::{bytes_per_token, decode};
+use lab::bench::decode;
 use serde_json::json;
 
 use crate::args::{BenchArgs, BenchCommand, BenchDecodeArgs};
@@ -14,8 +14,7 @@ pub fn run(args: &BenchArgs) -> Outcome {
 
 fn run_decode(args: &BenchDecodeArgs) -> Outcome {
     let engine = model::open(&args.engine)?;
-    let bytes = bytes_per_token(&engine);
-    let figures = decode(&engine, bytes, args.tokens, args.reps)?;
+    let figures = decode(&engine, args.tokens, args.reps)?;
     if args.json {
         output::print_json(&json!({
             "tok_per_s": figures.tok_per_s,
@@ -27,7 +26,7 @@ fn run_decode(args: &BenchDecodeArgs) -> Outcome {
             "limit_ratio": figures.limit_ratio(),
         }));
     } else {
-        println!(
+        say!(
             "decode {:.2} tok/s (median of {}, {:.2} to {:.2}) | {} per token | read loop {:.1} GB/s \
              | limit {:.2} tok/s | {:.0} % of it",
             figures.tok_per_s,

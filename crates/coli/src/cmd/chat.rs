@@ -29,10 +29,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
     let template = ChatTemplate::load_required(&dirs[0])?;
     let engine = model::open(&args.engine)?;
     if let Some(on) = args.thinking {
-        let has_switch = engine.config().family.row().thinking.is_some();
-        if !has_switch {
-            return Err(Failure::usage("this family has no thinking mode to switch"));
-        }
+        check_thinking(&engine, &template)?;
         eprintln!("thinking {}", if on { "on" } else { "off" });
     }
     if sampler.temperature > 0.0 {
@@ -49,6 +46,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
         messages: Vec::new(),
         answer_ids: Vec::new(),
         turns: 0,
+        failed: false,
     };
     chat.reset();
     interrupt::listen();
@@ -61,8 +59,24 @@ pub fn run(args: &ChatArgs) -> Outcome {
                 break;
             }
         }
-        Ok(())
+        if chat.failed { Err(Failure::Reported(1)) } else { Ok(()) }
     }
+}
+
+/// Refuses `--thinking` where it would change nothing.
+fn check_thinking(engine: &Engine, template: &ChatTemplate) -> Outcome {
+    let Some(thinking) = engine.config().family.row().thinking else {
+        return Err(Failure::usage("--thinking: this family has no thinking mode to switch"));
+    };
+    let messages = [json!({"role": "user", "content": "hello"})];
+    let render = |on: bool| {
+        let variables = Map::from_iter([(thinking.switch.to_owned(), Value::Bool(on))]);
+        template.render(&messages, true, Some(&variables))
+    };
+    if render(true)? == render(false)? {
+        return Err(Failure::usage("--thinking: this model's chat template has no such switch"));
+    }
+    Ok(())
 }
 
 struct Chat<'a> {
@@ -76,6 +90,8 @@ struct Chat<'a> {
     /// Ids of the last answer, for `/more`.
     answer_ids: Vec<u32>,
     turns: u64,
+    /// Whether an answer failed.
+    failed: bool,
 }
 
 /// The prompt sign.
@@ -124,26 +140,28 @@ impl Chat<'_> {
         match line.trim() {
             "" => {}
             "/quit" | "/exit" => return Ok(false),
-            "/help" => println!("{HELP}"),
+            "/help" => say!("{HELP}"),
             "/reset" => {
                 self.reset();
-                println!("The conversation is forgotten.");
+                say!("The conversation is forgotten.");
             }
             "/stats" => self.print_stats(),
             "/more" => {
                 if self.answer_ids.is_empty() {
-                    println!("There is no answer to go on with.");
+                    say!("There is no answer to go on with.");
                 } else if let Err(failure) = self.answer(true) {
                     failure.print();
+                    self.failed = true;
                 }
             }
             command if command.starts_with('/') && !command.contains(char::is_whitespace) => {
-                println!("There is no {command}.\n{HELP}");
+                say!("There is no {command}.\n{HELP}");
             }
             text => {
                 self.messages.push(json!({"role": "user", "content": text}));
                 if let Err(failure) = self.answer(false) {
                     failure.print();
+                    self.failed = true;
                     self.messages.pop();
                 }
             }
@@ -252,6 +270,6 @@ impl Chat<'_> {
         ];
         let rows: Vec<Vec<String>> =
             rows.into_iter().map(|(name, value)| vec![name.to_owned(), value]).collect();
-        print!("{}", output::table(&rows, &[]));
+        say_part!("{}", output::table(&rows, &[]));
     }
 }

@@ -72,11 +72,10 @@ pub fn run(args: &ConvertArgs) -> Outcome {
             "bytes": bytes,
         }));
     } else {
-        println!(
-            "wrote {} in {} file{} to {}",
+        say!(
+            "wrote {} in {} to {}",
             output::bytes(bytes),
-            manifest.files.len(),
-            if manifest.files.len() == 1 { "" } else { "s" },
+            output::counted(manifest.files.len(), "file"),
             args.destination.display()
         );
     }

@@ -75,9 +75,9 @@ pub fn run(args: &DoctorArgs) -> Outcome {
         output::print_json(&json!(list));
     } else {
         for check in &checks.0 {
-            println!("{:4}  {:12} {}", check.state.name(), check.id, check.detail);
+            say!("{:4}  {:12} {}", check.state.name(), check.id, check.detail);
             if !check.remedy.is_empty() {
-                println!("{:18} -> {}", "", check.remedy);
+                say!("{:18} -> {}", "", check.remedy);
             }
         }
     }
@@ -120,10 +120,10 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
     checks.pass(
         "container",
         format!(
-            "{}, {} in {} files, indexer {}, MTP {}",
+            "{}, {} in {}, indexer {}, MTP {}",
             opened.config.family.row().name,
             output::bytes(report.bytes()),
-            report.shards.found,
+            output::counted(report.shards.found, "file"),
             presence(&report.indexer),
             presence(&report.mtp)
         ),

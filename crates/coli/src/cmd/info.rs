@@ -20,8 +20,10 @@ pub fn run(args: &InfoArgs) -> Outcome {
     let sparse = (0..config.layers)
         .filter(|layer| config.layer_kind(*layer) == Some(LayerKind::Sparse))
         .count();
-    let kv = KvShape::new(config, |_| report.indexer == Presence::Present).bytes_per_position();
-    let classes: Vec<&str> = Int8Classes::default().iter().map(TensorClass::name).collect();
+    let kv = KvShape::of(&model).bytes_per_position();
+    let stored = |class: &TensorClass| report.stored.keys().any(|(stored, _)| stored == class);
+    let classes: Vec<&str> =
+        Int8Classes::default().iter().filter(stored).map(TensorClass::name).collect();
     if args.json {
         let stored: Vec<_> = report
             .stored
@@ -74,7 +76,14 @@ pub fn run(args: &InfoArgs) -> Outcome {
             model.dirs.iter().map(|d| d.display().to_string()).collect::<Vec<_>>().join(", "),
         ),
         ("parameters", output::count(elements)),
-        ("stored", format!("{} in {} files", output::bytes(report.bytes()), report.shards.found)),
+        (
+            "stored",
+            format!(
+                "{} in {}",
+                output::bytes(report.bytes()),
+                output::counted(report.shards.found, "file")
+            ),
+        ),
         ("layers", format!("{} ({} sparse)", config.layers, sparse)),
         ("attention", attention(config)),
         ("experts", experts(config)),
@@ -105,8 +114,8 @@ pub fn run(args: &InfoArgs) -> Outcome {
     ];
     let rows: Vec<Vec<String>> =
         facts.into_iter().map(|(name, value)| vec![name.to_owned(), value]).collect();
-    print!("{}", output::table(&rows, &[]));
-    println!();
+    say_part!("{}", output::table(&rows, &[]));
+    say!("");
     let header = ["class", "format", "tensors", "numbers", "bytes", "bits each"];
     let mut rows = vec![header.iter().map(|cell| (*cell).to_owned()).collect::<Vec<_>>()];
     for ((class, format), used) in &report.stored {
@@ -119,9 +128,9 @@ pub fn run(args: &InfoArgs) -> Outcome {
             format!("{:.2}", used.bits()),
         ]);
     }
-    print!("{}", output::table(&rows, &[false, false, true, true, true, true]));
+    say_part!("{}", output::table(&rows, &[false, false, true, true, true, true]));
     for warning in &report.warnings {
-        println!("warning: {warning}");
+        say!("warning: {warning}");
     }
     Ok(())
 }

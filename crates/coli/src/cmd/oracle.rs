@@ -103,18 +103,15 @@ pub fn run(args: &OracleArgs) -> Outcome {
             "fingerprint": args.fingerprint.then(|| fingerprint.hex()),
         }));
     } else {
-        println!("oracle: {matched}/{positions} positions match");
+        say!("oracle: {matched}/{positions} positions match");
         for m in &mismatches {
-            println!(
-                "  {} position {}: expected {}, got {}",
-                m.kind, m.position, m.expected, m.got
-            );
+            say!("  {} position {}: expected {}, got {}", m.kind, m.position, m.expected, m.got);
         }
         if !mismatches.iter().any(|m| m.kind == "greedy") {
-            println!("greedy: {0}/{0} tokens match", greedy.len());
+            say!("greedy: {0}/{0} tokens match", greedy.len());
         }
         if args.fingerprint {
-            println!("fingerprint {}", fingerprint.hex());
+            say!("fingerprint {}", fingerprint.hex());
         }
     }
     if mismatches.is_empty() { Ok(()) } else { Err(Failure::Reported(1)) }

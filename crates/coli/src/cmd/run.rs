@@ -1,8 +1,8 @@
 //! `coli run`: one generation.
 
-use std::io::{IsTerminal, Read, Write};
+use std::io::{IsTerminal, Read};
 
-use container::Tokenizer;
+use container::{Config, Tokenizer};
 use numerics::NUMERICS_VERSION;
 use runtime::machine::Machine;
 use runtime::text::TextStream;
@@ -16,6 +16,7 @@ use crate::{Outcome, interrupt, model, output};
 
 pub fn run(args: &RunArgs) -> Outcome {
     let sampler = model::sampler(&args.sampling)?;
+    let config = Config::load(&model::dirs(&args.engine.model)?[0])?;
     let (tokenizer, text) = match &args.ids {
         Some(_) => (None, String::new()),
         None => {
@@ -23,23 +24,19 @@ pub fn run(args: &RunArgs) -> Outcome {
             (Some(model::tokenizer(&args.engine.model)?), text)
         }
     };
-    let engine = model::open(&args.engine)?;
     let prompt = match (&args.ids, &tokenizer) {
         (Some(ids), _) => ids.clone(),
-        (None, Some(tokenizer)) => prompt_ids(&engine, tokenizer, &text)?,
+        (None, Some(tokenizer)) => prompt_ids(&config, tokenizer, &text)?,
         (None, None) => Vec::new(),
     };
     if prompt.is_empty() {
         return Err(Failure::usage("the prompt is empty; give some text or --ids"));
     }
+    // What no context of this model could hold is refused before its weights are loaded.
+    check_fits(prompt.len(), args.engine.ctx.unwrap_or(config.max_position))?;
+    let engine = model::open(&args.engine)?;
     let mut session = engine.session()?;
-    if prompt.len() > session.context() {
-        return Err(Failure::usage(format!(
-            "the prompt has {} tokens, the context holds {}; shorten it or raise --ctx",
-            prompt.len(),
-            session.context()
-        )));
-    }
+    check_fits(prompt.len(), session.context())?;
     if sampler.temperature > 0.0 {
         eprintln!("seed {}", sampler.seed);
     }
@@ -50,6 +47,10 @@ pub fn run(args: &RunArgs) -> Outcome {
         fingerprint: args.fingerprint,
     };
     interrupt::listen();
+    if !args.json && args.ids.is_none() && std::io::stdout().is_terminal() {
+        // On a terminal the text reads from its beginning; into a pipe goes the continuation.
+        say_part!("{text}");
+    }
     let mut stream = Stream::new(tokenizer.as_ref(), !args.json);
     let mut progress = Progress::count("reading the prompt");
     let generated = Generation::new(&engine, options).run(&mut session, &prompt, &mut |phase| {
@@ -73,6 +74,17 @@ pub fn run(args: &RunArgs) -> Outcome {
     Ok(())
 }
 
+/// Refuses a prompt that does not fit, with both numbers.
+fn check_fits(tokens: usize, context: usize) -> Result<(), Failure> {
+    if tokens <= context {
+        return Ok(());
+    }
+    Err(Failure::usage(format!(
+        "the prompt has {tokens} tokens, the context holds {context}; shorten it or raise --ctx \
+         (or --ram, which bounds it where --ctx is not given)"
+    )))
+}
+
 fn prompt_text(args: &RunArgs) -> Result<String, Failure> {
     let from_stdin = || {
         let mut text = String::new();
@@ -92,12 +104,12 @@ fn prompt_text(args: &RunArgs) -> Result<String, Failure> {
 }
 
 /// Ids of a text to continue, after the family's prefix.
-fn prompt_ids(engine: &Engine, tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, Failure> {
+fn prompt_ids(config: &Config, tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, Failure> {
     if text.is_empty() {
         return Ok(Vec::new());
     }
     let ids = tokenizer.encode(text, false)?;
-    let prefix = model::family_prefix(engine.config().family, tokenizer);
+    let prefix = model::family_prefix(config.family, tokenizer);
     let mut prompt = lab::score::missing_prefix(&prefix, &ids);
     prompt.extend(ids);
     Ok(prompt)
@@ -149,9 +161,7 @@ impl<'a> Stream<'a> {
     fn show(&mut self, piece: &str) {
         self.text.push_str(piece);
         if self.print {
-            let mut out = std::io::stdout().lock();
-            // A reader that has gone ends the output, not the figures.
-            let _ = out.write_all(piece.as_bytes()).and_then(|()| out.flush());
+            say_part!("{piece}");
         }
     }
 
@@ -160,7 +170,7 @@ impl<'a> Stream<'a> {
         let rest = self.bytes.finish();
         self.show(&rest);
         if self.print && !self.text.is_empty() {
-            println!();
+            say!("");
         }
         self.text
     }

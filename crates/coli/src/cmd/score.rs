@@ -73,9 +73,9 @@ pub fn run(args: &ScoreArgs) -> Outcome {
         }));
     } else {
         for (at, score) in cases.iter().enumerate() {
-            println!("case {}: nll {:.4} over {} tokens", at + 1, score.nll, score.tokens);
+            say!("case {}: nll {:.4} over {} tokens", at + 1, score.nll, score.tokens);
         }
-        println!(
+        say!(
             "nll {:.4} over {} tokens, {:.4} per token, perplexity {:.4}",
             total.nll,
             output::count(total.tokens),
@@ -128,7 +128,7 @@ fn score_cases(
         let scored = tokenizer.encode(&scored, false)?;
         let mut ids = missing_prefix(prefix, if context.is_empty() { &scored } else { &context });
         ids.extend_from_slice(&context);
-        let from = ids.len();
+        let from = ids.len().max(prefix.len());
         ids.extend_from_slice(&scored);
         if ids.len() > engine.context() {
             return Err(unusable(format!(

@@ -40,7 +40,7 @@ pub fn run(args: &SynthArgs) -> Outcome {
             "directory": args.destination, "files": manifest.files.len(), "bytes": bytes,
         }));
     } else {
-        println!("wrote {} to {}", output::bytes(bytes), args.destination.display());
+        say!("wrote {} to {}", output::bytes(bytes), args.destination.display());
     }
     Ok(())
 }
