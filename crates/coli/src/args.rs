@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use formats::Format;
 use numerics::{Activations, Level};
 
@@ -113,7 +113,13 @@ pub struct EngineArgs {
 #[derive(Args, Debug, Clone)]
 pub struct SamplingArgs {
     /// Most tokens to generate
-    #[arg(long, value_name = "N", env = "COLI_MAX_TOKENS", default_value_t = 256)]
+    #[arg(
+        long,
+        value_name = "N",
+        env = "COLI_MAX_TOKENS",
+        default_value_t = 256,
+        allow_negative_numbers = true
+    )]
     pub max_tokens: usize,
     /// Sampling temperature; 0 always takes the most likely token
     #[arg(
@@ -173,7 +179,7 @@ pub struct SamplingArgs {
     )]
     pub frequency_penalty: f32,
     /// Seed of the sampling [default: drawn and printed]
-    #[arg(long, value_name = "S", env = "COLI_SEED")]
+    #[arg(long, value_name = "S", env = "COLI_SEED", allow_negative_numbers = true)]
     pub seed: Option<u64>,
 }
 
@@ -183,7 +189,13 @@ pub struct RunArgs {
     /// Text to continue; `-` reads stdin
     pub prompt: Option<String>,
     /// Feed token ids instead of text and print ids
-    #[arg(long, value_name = "1,2,3", value_delimiter = ',', conflicts_with = "prompt")]
+    #[arg(
+        long,
+        value_name = "1,2,3",
+        value_delimiter = ',',
+        conflicts_with = "prompt",
+        allow_negative_numbers = true
+    )]
     pub ids: Option<Vec<u32>>,
     /// Print the BLAKE3 of all raw logits that tokens were chosen from
     #[arg(long)]
@@ -218,6 +230,9 @@ pub struct OracleArgs {
     /// Reference: {prompt_ids, full_ids, tf_pred}
     #[arg(long, value_name = "FILE")]
     pub reference: PathBuf,
+    /// Most tokens of the greedy continuation to compare [default: all of full_ids]
+    #[arg(long, value_name = "N", env = "COLI_MAX_TOKENS", allow_negative_numbers = true)]
+    pub max_tokens: Option<usize>,
     /// Print the BLAKE3 of the raw logits of all teacher-forced positions
     #[arg(long)]
     pub fingerprint: bool,
@@ -241,7 +256,7 @@ pub struct ScoreArgs {
     #[arg(long, value_name = "TEXT")]
     pub prefix: Option<String>,
     /// Tokens per window of --text, prefix included [default: the context]
-    #[arg(long, value_name = "N", value_parser = parse_count, requires = "text")]
+    #[arg(long, value_name = "N", value_parser = parse_count, conflicts_with = "file")]
     pub window: Option<usize>,
     /// Print one JSON object on stdout
     #[arg(long)]
@@ -410,7 +425,7 @@ pub struct BenchArgs {
 #[derive(Subcommand, Debug)]
 pub enum BenchCommand {
     /// Tokens per second beside the read-bandwidth limit of the same run, measured on an array of 1
-    /// GiB that is held beside --ram
+    /// GiB (which counts against --ram)
     Decode(BenchDecodeArgs),
 }
 
@@ -428,6 +443,27 @@ pub struct BenchDecodeArgs {
     pub json: bool,
     #[command(flatten)]
     pub engine: EngineArgs,
+}
+
+/// Beginning of the names of this program's environment variables.
+const VARIABLE_PREFIX: &str = "COLI_";
+
+/// The first environment variable that looks like an option of this program and is none.
+pub fn unknown_variable() -> Option<String> {
+    let mut known = Vec::new();
+    collect_variables(&Cli::command(), &mut known);
+    std::env::vars_os()
+        .map(|(name, _)| name.to_string_lossy().into_owned())
+        .filter(|name| name.starts_with(VARIABLE_PREFIX) && !known.contains(name))
+        .min()
+}
+
+fn collect_variables(command: &clap::Command, known: &mut Vec<String>) {
+    let variables = command.get_arguments().filter_map(clap::Arg::get_env);
+    known.extend(variables.map(|name| name.to_string_lossy().into_owned()));
+    for command in command.get_subcommands() {
+        collect_variables(command, known);
+    }
 }
 
 fn parse_gb(text: &str) -> Result<u64, String> {
@@ -483,7 +519,6 @@ fn parse_format(text: &str) -> Result<Format, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_table_is_consistent() {

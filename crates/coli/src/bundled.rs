@@ -120,7 +120,7 @@ mod embedded {
                 )
             })
             .map_err(|error| Failure::Failed(anyhow::anyhow!("{error:#}")))?;
-        eprintln!("Unpacked the bundled model into {}", dir.display());
+        note!("Unpacked the bundled model into {}", dir.display());
         Ok(dir)
     }
 }

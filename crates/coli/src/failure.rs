@@ -4,6 +4,7 @@
 use std::io::{self, ErrorKind};
 
 use container::ContainerError;
+use experts::local::StartError;
 use experts::{ExpertError, LedgerError};
 use lab::LabError;
 use models::ModelError;
@@ -38,7 +39,7 @@ impl Failure {
     /// Prints the cause on stderr.
     pub fn print(&self) {
         match self {
-            Failure::Failed(error) | Failure::Unusable(error) => eprintln!("error: {error}"),
+            Failure::Failed(error) | Failure::Unusable(error) => note!("error: {error}"),
             Failure::Reported(_) => {}
         }
     }
@@ -47,7 +48,9 @@ impl Failure {
 impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Self {
         match error {
-            OpenError::Threads(_) => Failure::Failed(error.into()),
+            OpenError::Threads(_) | OpenError::Experts(StartError::Threads(_)) => {
+                Failure::Failed(error.into())
+            }
             other => Failure::Unusable(other.into()),
         }
     }

@@ -8,6 +8,7 @@ mod args;
 mod bundled;
 mod cmd;
 mod failure;
+mod input;
 mod interrupt;
 mod model;
 mod progress;
@@ -20,6 +21,10 @@ use crate::args::{Cli, Command};
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
+    if let Some(name) = args::unknown_variable() {
+        note!("error: {name} is set, but this program knows no such option; unset it");
+        return ExitCode::from(2);
+    }
     let cli = Cli::parse();
     let result = match cli.command {
         Command::Run(args) => cmd::run::run(&args),

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use container::{Family, Tokenizer};
+use lab::manifest::Manifest;
 use models::Int8Classes;
 use numerics::{Activations, Isa, NUMERICS_VERSION};
 use runtime::{Engine, EngineOptions};
@@ -27,6 +28,16 @@ pub fn dirs(args: &ModelArgs) -> Result<Vec<PathBuf>, Failure> {
     if dirs.is_empty() {
         dirs.push(bundled::find()?);
     }
+    for dir in &dirs {
+        // A damaged manifest does not matter to the weights; `doctor` reports it.
+        let manifest = Manifest::load(dir).ok().flatten();
+        if manifest.is_some_and(|manifest| !manifest.complete) {
+            return Err(Failure::usage(format!(
+                "{} is an unfinished conversion; give the same convert command again to finish it",
+                dir.display()
+            )));
+        }
+    }
     Ok(dirs)
 }
 
@@ -48,6 +59,7 @@ pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
         sessions: 1,
         prefill_chunk: args.prefill_chunk,
         cache_experts: args.cache_experts,
+        held_bytes: 0,
     })
 }
 
@@ -71,12 +83,30 @@ fn int8_classes(args: &EngineArgs) -> Result<Int8Classes, Failure> {
 
 /// Opens the engine with a progress bar and says what is in effect.
 pub fn open(args: &EngineArgs) -> Result<Engine, Failure> {
-    let options = engine_options(args)?;
+    open_holding(args, 0)
+}
+
+/// [`open`] for a command that holds memory of its own under the ceiling.
+pub fn open_holding(args: &EngineArgs, held_bytes: u64) -> Result<Engine, Failure> {
+    let options = EngineOptions { held_bytes, ..engine_options(args)? };
     let mut progress = Progress::bytes("loading weights");
     let engine = Engine::open(&options, &mut |done, total| progress.set(done, total))?;
     drop(progress);
+    let report = engine.model().report();
+    for warning in report.warnings.iter().cloned().chain(unused(report)) {
+        note!("warning: {warning}");
+    }
     print_banner(&engine);
     Ok(engine)
+}
+
+/// What a user should know when stored tensors take no part: the configuration may be another
+/// model's.
+pub fn unused(report: &container::Report) -> Option<String> {
+    let (count, names) = &report.unused;
+    (*count > 0).then(|| {
+        format!("{count} stored tensors are not used by this configuration, first {}", names[0])
+    })
 }
 
 /// Effective values, on stderr.
@@ -84,7 +114,7 @@ fn print_banner(engine: &Engine) {
     let (config, compute) = (engine.config(), engine.compute());
     let name = engine.model().dirs.first().and_then(|dir| dir.file_name());
     let threads = compute.team.threads();
-    eprintln!(
+    note!(
         "{} ({}) | {} | {} thread{} | {} activations | ctx {} | RAM ceiling {}, dense {}, \
          expert cache {} | numerics {NUMERICS_VERSION}",
         name.map(|name| name.to_string_lossy()).unwrap_or_default(),

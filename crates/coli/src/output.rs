@@ -17,13 +17,35 @@ macro_rules! say_part {
     ($($argument:tt)*) => { $crate::output::print(format_args!($($argument)*)) };
 }
 
+/// Prints a line on stderr.
+#[macro_export]
+macro_rules! note {
+    ($($argument:tt)*) => {
+        $crate::output::print_note(format_args!("{}\n", format_args!($($argument)*)))
+    };
+}
+
+/// Prints on stderr without ending the line.
+#[macro_export]
+macro_rules! note_part {
+    ($($argument:tt)*) => { $crate::output::print_note(format_args!($($argument)*)) };
+}
+
+/// Writes to stderr; that it cannot be written is no reason to stop.
+pub fn print_note(text: fmt::Arguments<'_>) {
+    let _ = io::stderr().lock().write_fmt(text);
+}
+
 /// Writes to stdout at once. A reader that has gone ends the process quietly, as it ends any
 /// filter; there is nobody left to tell.
 pub fn print(text: fmt::Arguments<'_>) {
     let mut out = io::stdout().lock();
     match out.write_fmt(text).and_then(|()| out.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
-        Err(error) => eprintln!("error: cannot write to stdout: {error}"),
+        Err(error) => {
+            note!("error: cannot write to stdout: {error}");
+            std::process::exit(1);
+        }
         Ok(()) => {}
     }
 }

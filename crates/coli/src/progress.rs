@@ -7,10 +7,18 @@ use indicatif::{ProgressBar, ProgressStyle};
 /// Work shorter than this shows no bar.
 const PATIENCE: Duration = Duration::from_secs(2);
 
+/// What a bar counts.
+#[derive(Clone, Copy)]
+enum Unit {
+    Bytes,
+    Count,
+    Share,
+}
+
 /// A bar that appears when its work takes longer than two seconds.
 pub struct Progress {
     what: &'static str,
-    bytes: bool,
+    unit: Unit,
     started: Instant,
     bar: Option<ProgressBar>,
 }
@@ -18,21 +26,31 @@ pub struct Progress {
 impl Progress {
     /// Progress in bytes.
     pub fn bytes(what: &'static str) -> Progress {
-        Progress { what, bytes: true, started: Instant::now(), bar: None }
+        Progress { what, unit: Unit::Bytes, started: Instant::now(), bar: None }
     }
 
     /// Progress in things.
     pub fn count(what: &'static str) -> Progress {
-        Progress { what, bytes: false, started: Instant::now(), bar: None }
+        Progress { what, unit: Unit::Count, started: Instant::now(), bar: None }
+    }
+
+    /// Progress as a share of the whole.
+    pub fn share(what: &'static str) -> Progress {
+        Progress { what, unit: Unit::Share, started: Instant::now(), bar: None }
+    }
+
+    /// Shows a share, from 0 to 1.
+    pub fn set_share(&mut self, share: f64) {
+        self.set((share * 1000.0) as u64, 1000);
     }
 
     /// Shows `done` of `total`.
     pub fn set(&mut self, done: u64, total: u64) {
         if self.bar.is_none() && self.started.elapsed() > PATIENCE && done < total {
-            let template = if self.bytes {
-                "{msg} [{bar:28}] {bytes}/{total_bytes} {bytes_per_sec}, {eta} left"
-            } else {
-                "{msg} [{bar:28}] {pos}/{len}, {eta} left"
+            let template = match self.unit {
+                Unit::Bytes => "{msg} [{bar:28}] {bytes}/{total_bytes} {bytes_per_sec}, {eta} left",
+                Unit::Count => "{msg} [{bar:28}] {pos}/{len}, {eta} left",
+                Unit::Share => "{msg} [{bar:28}] {percent} %, {eta} left",
             };
             let bar = ProgressBar::new(total)
                 .with_message(self.what)

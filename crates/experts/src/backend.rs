@@ -16,18 +16,16 @@ pub struct Route {
     pub weight: f32,
 }
 
-/// The rows of a layer and where each is routed.
+/// The rows of a layer and the experts that serve them: all that the router chose, or a part.
 pub struct RoutedBatch<'a> {
     /// The layer's input.
     pub input: &'a Input<'a>,
-    /// `top_k` routes per row.
-    pub routes: &'a [Route],
-    /// Routes per row.
-    pub top_k: usize,
+    /// Each expert once, ascending, with its rows.
+    pub experts: Vec<ExpertRows>,
 }
 
 /// The rows that one expert serves.
-#[derive(Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct ExpertRows {
     /// The expert.
     pub expert: u32,
@@ -37,23 +35,23 @@ pub struct ExpertRows {
     pub weights: Vec<f32>,
 }
 
-impl RoutedBatch<'_> {
-    /// The union of the batch: each distinct expert once, ascending, with its rows.
-    pub fn union(&self) -> Vec<ExpertRows> {
-        let mut order: Vec<usize> = (0..self.routes.len()).collect();
-        order.sort_by_key(|&at| (self.routes[at].expert, at));
-        let mut union: Vec<ExpertRows> = Vec::new();
+impl<'a> RoutedBatch<'a> {
+    /// The batch of a router's choices, `top_k` per row.
+    pub fn new(input: &'a Input<'a>, routes: &[Route], top_k: usize) -> RoutedBatch<'a> {
+        let mut order: Vec<usize> = (0..routes.len()).collect();
+        order.sort_by_key(|&at| (routes[at].expert, at));
+        let mut experts: Vec<ExpertRows> = Vec::new();
         for at in order {
-            let route = self.routes[at];
-            if union.last().is_none_or(|last| last.expert != route.expert) {
-                union.push(ExpertRows { expert: route.expert, ..ExpertRows::default() });
+            let route = routes[at];
+            if experts.last().is_none_or(|last| last.expert != route.expert) {
+                experts.push(ExpertRows { expert: route.expert, ..ExpertRows::default() });
             }
-            if let Some(last) = union.last_mut() {
-                last.rows.push((at / self.top_k) as u32);
+            if let Some(last) = experts.last_mut() {
+                last.rows.push((at / top_k) as u32);
                 last.weights.push(route.weight);
             }
         }
-        union
+        RoutedBatch { input, experts }
     }
 }
 
@@ -102,7 +100,7 @@ pub struct ExpertStats {
 /// Computes routed experts.
 pub trait ExpertBackend: Send + Sync {
     /// Adds the weighted outputs of the batch's experts to `sum`, `[rows, hidden]` on the integer
-    /// grid of the combine.
+    /// grid of the combine. After an error the sum is of no use.
     fn compute(
         &self,
         compute: &Compute,
@@ -132,14 +130,14 @@ mod tests {
             route(5, 0.5),
             route(2, 0.6),
         ];
-        let batch = RoutedBatch { input: &input, routes: &routes, top_k: 2 };
+        let batch = RoutedBatch::new(&input, &routes, 2);
         let want = |expert, rows: &[u32], weights: &[f32]| ExpertRows {
             expert,
             rows: rows.to_vec(),
             weights: weights.to_vec(),
         };
         assert_eq!(
-            batch.union(),
+            batch.experts,
             [
                 want(2, &[0, 1, 2], &[0.2, 0.3, 0.6]),
                 want(5, &[2], &[0.5]),

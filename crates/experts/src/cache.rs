@@ -2,9 +2,10 @@
 //!
 //! A lease keeps its expert's bytes where they are: a handed-out expert is never evicted or
 //! overwritten. Loads run on their own threads; those who wait for one get it before it can be
-//! evicted. A failed load leaves no trace: the next request tries again.
+//! evicted. Once those who wait for a failed load have heard, the next request tries again.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -185,7 +186,9 @@ impl Shared {
                 continue;
             };
             drop(state);
-            let loaded = self.load(key, data, &mut buffer);
+            // A panic is a bug, but it must not leave those who wait for this expert waiting.
+            let loaded = catch_unwind(AssertUnwindSafe(|| self.load(key, data, &mut buffer)))
+                .unwrap_or_else(|_| Err(LoadError::Panicked { tensor: name_of(key) }));
             state = self.lock();
             self.publish(&mut state, key, loaded);
             self.changed.notify_all();
@@ -195,9 +198,14 @@ impl Shared {
     fn load(&self, key: Key, data: Buffer, buffer: &mut Vec<u8>) -> Result<Buffer, LoadError> {
         let source = &self.table.layer(key.0 as usize)[key.1 as usize];
         let bytes = source.desc.bytes();
-        let mut data = if data.len() == bytes { data } else { Buffer::zeroed(bytes) };
-        let name = format!("layer {} expert {}", key.0, key.1);
-        load_expert(&self.reader, &name, source, buffer, &mut data)?;
+        let mut data = if data.len() == bytes {
+            let mut reused = data;
+            reused.fill(0);
+            reused
+        } else {
+            Buffer::zeroed(bytes)
+        };
+        load_expert(&self.reader, &name_of(key), source, buffer, &mut data)?;
         self.counters.loads.fetch_add(1, Ordering::Relaxed);
         Ok(data)
     }
@@ -241,6 +249,11 @@ impl Shared {
         *waiters -= u32::from(waited);
         Some(Lease { slot: Some(slot.clone()), shared: self.clone(), key })
     }
+}
+
+/// Name of an expert in messages.
+fn name_of(key: Key) -> String {
+    format!("layer {} expert {}", key.0, key.1)
 }
 
 /// The least recently used expert of a layer that nobody holds or waits for.
@@ -394,7 +407,17 @@ fn leave(state: &mut State, key: Key) {
                 state.entries.remove(&key);
             }
         }
-        Some(Entry::Loading { waiters } | Entry::Ready { waiters, .. }) => *waiters -= 1,
+        Some(Entry::Ready { waiters, .. }) => *waiters -= 1,
+        Some(Entry::Loading { waiters }) => {
+            *waiters -= 1;
+            // A load nobody waits for any more is not begun; one under way is finished and kept.
+            if *waiters == 0
+                && let Some(at) = state.queue.iter().position(|queued| *queued == key)
+            {
+                state.queue.remove(at);
+                state.entries.remove(&key);
+            }
+        }
         None => {}
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use container::{ByteRange, ContainerError, Model, QSource};
 use formats::{ExpertDesc, Format, FormatError, MatrixDesc, QTensor, decode_row};
+use numerics::Isa;
 
 use crate::reader::{ReadError, Reader};
 
@@ -42,15 +43,11 @@ pub enum LoadError {
         #[source]
         source: FormatError,
     },
-    /// A plain number that is infinite or NaN where the model needs a finite one.
-    #[error("{}: tensor {tensor}: element {element} is not a finite number", path.display())]
-    NonFinite {
+    /// The loader has a bug.
+    #[error("{tensor}: its loader panicked; this is a bug, please report it")]
+    Panicked {
         /// The tensor.
         tensor: String,
-        /// The file.
-        path: PathBuf,
-        /// Index of the element.
-        element: usize,
     },
 }
 
@@ -85,12 +82,19 @@ pub fn for_each_block(
     granule: usize,
     mut take: impl FnMut(std::ops::Range<usize>, &[u8], &[u8]) -> Result<(), FormatError>,
 ) -> Result<(), LoadError> {
-    let scales = match &source.scales {
-        Some(range) if !desc.scale_range(0..desc.rows()).is_empty() => {
-            read_range(reader, &source.name, range)?
-        }
-        _ => Vec::new(),
-    };
+    if source.format == Format::E8Iq3
+        && let Some(range) = &source.scales
+    {
+        let tag = read_range(reader, &source.name, range)?;
+        check_tag(&tag).map_err(|error| LoadError::Format {
+            tensor: source.name.clone(),
+            path: reader.path(range.file).to_owned(),
+            row: 0,
+            offset: range.offset,
+            source: error,
+        })?;
+    }
+    let mut scales = Vec::new();
     let row_bytes = desc.format().row_bytes(desc.cols()).unwrap_or(0);
     assert!(granule.is_multiple_of(desc.row_granule()));
     let rows = (BLOCK_BYTES / row_bytes.max(1)).next_multiple_of(granule).max(granule);
@@ -102,8 +106,15 @@ pub fn for_each_block(
         reader
             .read_exact(source.weights.file, offset, bytes)
             .map_err(|error| LoadError::Read { tensor: source.name.clone(), source: error })?;
-        let scales = &scales[desc.scale_range(start..end)];
-        take(start..end, bytes, scales).map_err(|error| LoadError::Format {
+        let of_rows = desc.scale_range(start..end);
+        scales.resize(of_rows.len(), 0);
+        if let Some(range) = source.scales.as_ref().filter(|_| !of_rows.is_empty()) {
+            let offset = range.offset + of_rows.start as u64;
+            reader
+                .read_exact(range.file, offset, &mut scales)
+                .map_err(|error| LoadError::Read { tensor: source.name.clone(), source: error })?;
+        }
+        take(start..end, bytes, &scales).map_err(|error| LoadError::Format {
             tensor: source.name.clone(),
             path: reader.path(source.weights.file).to_owned(),
             row: start,
@@ -112,6 +123,12 @@ pub fn for_each_block(
         })?;
     }
     Ok(())
+}
+
+/// Refuses an e8 tag that is not a number; its value is free.
+fn check_tag(tag: &[u8]) -> Result<(), FormatError> {
+    let finite = tag.first_chunk().is_some_and(|four| f32::from_le_bytes(*four).is_finite());
+    if finite { Ok(()) } else { Err(FormatError::Scale { format: Format::E8Iq3, index: 0 }) }
 }
 
 /// Loads a vector or small matrix as f32, row by row.
@@ -129,18 +146,11 @@ pub fn load_f32(reader: &Reader, source: &QSource) -> Result<Vec<f32>, LoadError
             if format.is_plain() {
                 decode_row(format, &weights[at * row_bytes..][..row_bytes], &[], values);
             } else {
-                checked.view().decode_row(at, values);
+                checked.view().decode_row(Isa::detect(), at, values);
             }
         }
         Ok(())
     })?;
-    if let Some(element) = out.iter().position(|value| !value.is_finite()) {
-        return Err(LoadError::NonFinite {
-            tensor: source.name.clone(),
-            path: reader.path(source.weights.file).to_owned(),
-            element,
-        });
-    }
     Ok(out)
 }
 
@@ -209,10 +219,7 @@ impl ExpertTable {
                         desc
                     }
                 };
-                let parts = sources.map(|source| {
-                    let kept = source.scales.filter(|_| source.format != Format::E8Iq3);
-                    (source.weights, kept)
-                });
+                let parts = sources.map(|source| (source.weights, source.scales));
                 table.layers[layer].push(ExpertSource { desc, parts });
             }
         }
@@ -258,8 +265,8 @@ fn expert_desc(sources: &[QSource; 3], int8: bool) -> Result<ExpertDesc, Contain
     Ok(ExpertDesc { gate: desc(&sources[0])?, up: desc(&sources[1])?, down: desc(&sources[2])? })
 }
 
-/// Reads an expert and stores it in `slot`, of its descriptor's bytes. `buffer` is reused between
-/// calls. Errors name the place by `(layer, expert)` words of the caller.
+/// Reads an expert and stores it in `slot`, zeroed and of its descriptor's bytes. `buffer` is
+/// reused between calls. `name` names the expert in errors.
 pub fn load_expert(
     reader: &Reader,
     name: &str,
@@ -267,12 +274,14 @@ pub fn load_expert(
     buffer: &mut Vec<u8>,
     slot: &mut [u8],
 ) -> Result<(), LoadError> {
-    slot.fill(0);
     for (matrix, (weights, scales)) in source.parts.iter().enumerate() {
         let (weight_bytes, scale_bytes) =
             (weights.len as usize, scales.map_or(0, |s| s.len as usize));
         if buffer.len() < weight_bytes + scale_bytes {
-            buffer.resize(weight_bytes + scale_bytes, 0);
+            // Exactly what the ledger was told, for the largest matrix at once.
+            let largest = source.buffer_bytes() as usize;
+            buffer.reserve_exact(largest - buffer.len());
+            buffer.resize(largest, 0);
         }
         let (weight_buffer, rest) = buffer.split_at_mut(weight_bytes);
         let scale_buffer = &mut rest[..scale_bytes];
@@ -285,14 +294,16 @@ pub fn load_expert(
         if let Some(scales) = scales {
             read(scales, scale_buffer)?;
         }
-        source.desc.store(matrix, weight_buffer, scale_buffer, slot).map_err(|error| {
-            LoadError::Format {
-                tensor: format!("{name} {}", ["gate", "up", "down"][matrix]),
-                path: reader.path(weights.file).to_owned(),
-                row: 0,
-                offset: weights.offset,
-                source: error,
-            }
+        let is_e8 = source.desc.format(matrix) == Format::E8Iq3;
+        let checked = if is_e8 { check_tag(scale_buffer) } else { Ok(()) };
+        let stored =
+            checked.and_then(|()| source.desc.store(matrix, weight_buffer, scale_buffer, slot));
+        stored.map_err(|error| LoadError::Format {
+            tensor: format!("{name} {}", ["gate", "up", "down"][matrix]),
+            path: reader.path(weights.file).to_owned(),
+            row: 0,
+            offset: weights.offset,
+            source: error,
         })?;
     }
     Ok(())

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use formats::{ExpertRef, expert_ffn};
-use numerics::{Compute, combine};
+use numerics::{Compute, NumericError, combine};
 
 use crate::backend::{ExpertBackend, ExpertError, ExpertRows, ExpertStats, RoutedBatch};
 use crate::cache::{CacheOptions, ExpertCache};
@@ -89,7 +89,12 @@ fn add_expert(
     let hidden = batch.input.cols();
     let mut out = vec![0.0; work.rows.len() * hidden];
     let numeric = |source| ExpertError::Numeric { layer, expert: work.expert, source };
-    expert_ffn(compute, expert, batch.input, Some(&work.rows), &mut out).map_err(numeric)?;
+    // Rows of the expert's own products are counted among its rows; errors name the batch's.
+    let of_batch = |error: NumericError| {
+        let row = work.rows.get(error.row()).map_or(error.row(), |row| *row as usize);
+        numeric(error.in_row(row))
+    };
+    expert_ffn(compute, expert, batch.input, Some(&work.rows), &mut out).map_err(of_batch)?;
     for ((row, weight), y) in work.rows.iter().zip(&work.weights).zip(out.chunks_exact(hidden)) {
         let row = *row as usize;
         let sum = &mut sum[row * hidden..][..hidden];
@@ -106,11 +111,10 @@ impl ExpertBackend for LocalExperts {
         batch: &RoutedBatch<'_>,
         sum: &mut [i64],
     ) -> Result<(), ExpertError> {
-        let union = batch.union();
-        let experts: Vec<u32> = union.iter().map(|work| work.expert).collect();
+        let experts: Vec<u32> = batch.experts.iter().map(|work| work.expert).collect();
         let work_of = |expert: u32| {
-            let at = union.binary_search_by_key(&expert, |work| work.expert).unwrap_or(0);
-            &union[at]
+            let at = batch.experts.binary_search_by_key(&expert, |work| work.expert);
+            &batch.experts[at.unwrap_or(0)]
         };
         let (ready, mut pending) = self.cache.request(layer, &experts);
         for (expert, lease) in ready {

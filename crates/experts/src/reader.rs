@@ -8,11 +8,14 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use container::FileId;
 
 /// Transient failures in a row after which a read gives up.
-const RETRIES_MAX: u32 = 16;
+const RETRIES_MAX: u32 = 10;
+/// Pause before the first retry; each further one is twice as long, a second in all.
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
 /// Bytes of one system call; some systems refuse 2 GiB and more.
 const CALL_BYTES_MAX: usize = 1 << 30;
 /// Descriptors kept for everything that is not a shard.
@@ -187,9 +190,10 @@ impl Reader {
                     got += read.min(call);
                     failures = 0;
                 }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if is_transient(&error) && failures < RETRIES_MAX => {
+                    std::thread::sleep(RETRY_PAUSE * (1 << failures));
                     failures += 1;
-                    std::thread::yield_now();
                 }
                 Err(source) => {
                     return Err(ReadError::Io { path: path(), offset, wanted, got, source });
@@ -202,5 +206,5 @@ impl Reader {
 }
 
 fn is_transient(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock | ErrorKind::TimedOut)
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
 }

@@ -47,6 +47,7 @@ pub fn first_bad_scale(weights: &[u8]) -> Option<usize> {
 }
 
 /// Decodes one row of stored (rotated) weights; the padding of the last block is dropped.
+#[inline(always)]
 pub fn decode_row(weights: &[u8], out: &mut [f32]) {
     for (block, out) in weights.chunks_exact(E8_BLOCK_BYTES).zip(out.chunks_mut(E8_BLOCK)) {
         let d = block_scale(block);

@@ -44,6 +44,16 @@ impl Encoder {
             }
             return Ok(());
         }
+        // Rounding to a narrower float must not make a number infinite.
+        let limit = match format {
+            Format::F16 => plain::F16_LIMIT,
+            Format::Bf16 => plain::BF16_LIMIT,
+            _ => f32::INFINITY,
+        };
+        if let Some(at) = values.iter().position(|v| v.abs() >= limit) {
+            let (row, col) = (at / cols, at % cols);
+            return Err(FormatError::Range { format, row, col, value: values[at] });
+        }
         let row_bytes = format.row_bytes(cols).unwrap_or(0);
         let mut rotated = Vec::new();
         for row in values.chunks_exact(cols) {

@@ -29,6 +29,14 @@ pub enum FormatError {
         /// Index of the scale, counted from the first row given.
         index: usize,
     },
+    /// A plain weight that is infinite or NaN.
+    #[error("weight {index} of a {format} matrix is not a finite number")]
+    NonFiniteWeight {
+        /// Format of the matrix.
+        format: Format,
+        /// Index of the weight, counted from the first row given.
+        index: usize,
+    },
     /// An fp8 weight with the NaN code.
     #[error("weight {index} of a {format} matrix is the NaN code")]
     NanCode {
@@ -46,6 +54,20 @@ pub enum FormatError {
         row: usize,
         /// Input.
         col: usize,
+    },
+    /// A value beyond the range of the format.
+    #[error(
+        "row {row}, input {col}: {value} is beyond the range of {format}; choose another format"
+    )]
+    Range {
+        /// Target format.
+        format: Format,
+        /// Row, counted from the first row given.
+        row: usize,
+        /// Input.
+        col: usize,
+        /// The value.
+        value: f32,
     },
     /// A shape whose byte counts overflow.
     #[error("{format} [{rows}, {cols}] is too large to address")]

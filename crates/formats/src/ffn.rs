@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use numerics::{Compute, NumericError, function};
 
-use crate::{FormatError, Input, MatrixDesc, MatrixRef, matmul::matmul};
+use crate::{Format, FormatError, Input, MatrixDesc, MatrixRef, matmul::matmul};
 
 /// Formats and shapes of an expert's matrices: gate and up `[intermediate, hidden]`, down
 /// `[hidden, intermediate]`.
@@ -46,6 +46,11 @@ impl ExpertDesc {
             up: MatrixRef { desc: self.up, data: &data[up] },
             down: MatrixRef { desc: self.down, data: &data[down] },
         }
+    }
+
+    /// Format of one matrix (0 gate, 1 up, 2 down).
+    pub fn format(&self, matrix: usize) -> Format {
+        [&self.gate, &self.up, &self.down][matrix].format()
     }
 
     /// Checks the canonical bytes of one matrix (0 gate, 1 up, 2 down) and stores it in the

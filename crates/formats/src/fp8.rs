@@ -24,6 +24,7 @@ pub fn to_e4m3(value: f32) -> u8 {
 }
 
 /// Decodes a run of weights that share a scale.
+#[inline(always)]
 pub fn decode(weights: &[u8], scale: f32, out: &mut [f32]) {
     for (out, &byte) in out.iter_mut().zip(weights) {
         *out = e4m3(byte) * scale;

@@ -24,6 +24,7 @@ fn code_at(row: &[u8], input: usize) -> u8 {
 }
 
 /// Decodes the group that starts at input `start`.
+#[inline(always)]
 pub fn decode_group(weights: &[u8], start: usize, scale: f32, out: &mut [f32]) {
     for (i, out) in out.iter_mut().enumerate() {
         *out = (f32::from(code_at(weights, start + i)) - f32::from(ZERO)) * scale;

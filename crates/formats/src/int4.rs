@@ -22,9 +22,18 @@ pub fn put_nibble(row: &mut [u8], input: usize, code: u8) {
 }
 
 /// Decodes the inputs from `start` on that share one scale.
+#[inline(always)]
 pub fn decode_group(weights: &[u8], start: usize, scale: f32, out: &mut [f32]) {
-    for (i, out) in out.iter_mut().enumerate() {
-        *out = (f32::from(nibble(weights, start + i)) - f32::from(ZERO)) * scale;
+    let value = |code: u8| (f32::from(code) - f32::from(ZERO)) * scale;
+    // Groups are even, so they begin with a byte: two values each.
+    debug_assert!(start.is_multiple_of(2));
+    let bytes = &weights[start / 2..];
+    let (pairs, rest) = out.as_chunks_mut::<2>();
+    for (pair, byte) in pairs.iter_mut().zip(bytes) {
+        *pair = [value(byte & 15), value(byte >> 4)];
+    }
+    if let (Some(last), Some(byte)) = (rest.first_mut(), bytes.get(pairs.len())) {
+        *last = value(byte & 15);
     }
 }
 

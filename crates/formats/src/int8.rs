@@ -5,6 +5,7 @@ use numerics::simd::Simd;
 use crate::tile::{Codes, Packing, Scaling, four_bytes};
 
 /// Decodes one row.
+#[inline(always)]
 pub fn decode_row(weights: &[u8], scale: f32, out: &mut [f32]) {
     for (out, &byte) in out.iter_mut().zip(weights) {
         *out = f32::from(byte as i8) * scale;

@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
-use crate::format::FP8_BLOCK;
+use numerics::simd::Simd;
+use numerics::{Isa, multiversion};
+
+use crate::format::{FP8_BLOCK, MXFP4_GROUP};
 use crate::tile::{self, ROWS, TileShape};
 use crate::{Buffer, Format, FormatError, Fp8Scale, e8, fp8, int2, int3, int4, int8, mxfp4, plain};
 
@@ -156,7 +159,7 @@ impl MatrixDesc {
         };
         length("weights", rows.len() * row_bytes, weights.len())?;
         length("scales", self.scale_range(rows.clone()).len(), scales.len())?;
-        check_values(format, weights, scales)?;
+        check_values(format, cols, weights, scales)?;
         match self.tile() {
             Some((shape, tile_bytes)) => {
                 let scale_row = format.scale_bytes(1, cols).unwrap_or(0);
@@ -185,11 +188,78 @@ impl MatrixDesc {
     }
 }
 
-/// Refuses scales that are not numbers and fp8 NaN codes.
-fn check_values(format: Format, weights: &[u8], scales: &[u8]) -> Result<(), FormatError> {
+/// Index of the first plain number that is infinite or NaN: its exponent bits are all ones.
+fn first_non_finite_weight(format: Format, weights: &[u8]) -> Option<usize> {
+    let halves = |exponent: u16| {
+        let bad = |two: &[u8; 2]| u16::from_le_bytes(*two) & exponent == exponent;
+        let numbers = weights.as_chunks::<2>().0;
+        // Counted first, because that vectorises and nothing is found as a rule.
+        let any = numbers.iter().fold(false, |any, two| any | bad(two));
+        if any { numbers.iter().position(bad) } else { None }
+    };
+    match format {
+        Format::Bf16 => halves(0x7f80),
+        Format::F16 => halves(0x7c00),
+        Format::F32 => {
+            let bad = |four: &[u8; 4]| u32::from_le_bytes(*four) & 0x7f80_0000 == 0x7f80_0000;
+            let numbers = weights.as_chunks::<4>().0;
+            let any = numbers.iter().fold(false, |any, four| any | bad(four));
+            if any { numbers.iter().position(bad) } else { None }
+        }
+        Format::Int8Row
+        | Format::Int4Row
+        | Format::Int2Row
+        | Format::Int4Grouped(_)
+        | Format::Int3G64
+        | Format::E8Iq3
+        | Format::Mxfp4
+        | Format::Fp8B128(_) => None,
+    }
+}
+
+/// Largest magnitude of a code that an f32 scale multiplies.
+fn largest_code(format: Format) -> f32 {
+    match format {
+        Format::Int8Row => 128.0,
+        Format::Int4Row | Format::Int4Grouped(_) => 8.0,
+        Format::Int3G64 => 4.0,
+        Format::Int2Row => 2.0,
+        Format::Fp8B128(_) => fp8::MAX,
+        Format::F32 | Format::Bf16 | Format::F16 | Format::E8Iq3 | Format::Mxfp4 => 1.0,
+    }
+}
+
+/// Least UE8M0 byte with which the largest e2m1 magnitude overflows: 6·2^126 is infinite.
+const MXFP4_OVERFLOW: u8 = 253;
+
+/// Index of the first mxfp4 scale that makes one of its weights infinite.
+fn overflowing_mxfp4(weights: &[u8], scales: &[u8], cols: usize) -> Option<usize> {
+    let (row_bytes, groups) = (cols.div_ceil(2), cols.div_ceil(MXFP4_GROUP));
+    let overflows = |(index, byte): (usize, u8)| {
+        let first = index % groups * MXFP4_GROUP;
+        let row = &weights[index / groups * row_bytes..][..row_bytes];
+        byte >= MXFP4_OVERFLOW
+            && (first..cols.min(first + MXFP4_GROUP)).any(|input| {
+                let value = mxfp4::e2m1(int4::nibble(row, input)) * mxfp4::ue8m0(byte);
+                !value.is_finite()
+            })
+    };
+    scales.iter().copied().enumerate().find(|&at| overflows(at)).map(|(index, _)| index)
+}
+
+/// Refuses scales that are not numbers or make infinite weights, and fp8 NaN codes.
+fn check_values(
+    format: Format,
+    cols: usize,
+    weights: &[u8],
+    scales: &[u8],
+) -> Result<(), FormatError> {
     let bad_f32 = |scales: &[u8]| {
         let values = scales.as_chunks::<4>().0;
-        values.iter().position(|four| !f32::from_le_bytes(*four).is_finite())
+        values.iter().position(|four| {
+            // The largest code times the scale must be a number too.
+            !(f32::from_le_bytes(*four) * largest_code(format)).is_finite()
+        })
     };
     let bad_scale = match format {
         Format::F32 | Format::Bf16 | Format::F16 => None,
@@ -202,8 +272,15 @@ fn check_values(format: Format, weights: &[u8], scales: &[u8]) -> Result<(), For
         | Format::Int3G64
         | Format::Fp8B128(Fp8Scale::F32) => bad_f32(scales),
     };
+    let bad_scale = bad_scale.or_else(|| match format {
+        Format::Mxfp4 => overflowing_mxfp4(weights, scales, cols),
+        _ => None,
+    });
     if let Some(index) = bad_scale {
         return Err(FormatError::Scale { format, index });
+    }
+    if let Some(index) = first_non_finite_weight(format, weights) {
+        return Err(FormatError::NonFiniteWeight { format, index });
     }
     if matches!(format, Format::Fp8B128(_))
         && let Some(index) = weights.iter().position(|&byte| fp8::is_nan(byte))
@@ -229,7 +306,7 @@ impl<'a> MatrixRef<'a> {
     }
 
     /// Decodes row `row` to f32, as stored: e8 rows stay rotated.
-    pub fn decode_row(&self, row: usize, out: &mut [f32]) {
+    pub fn decode_row(&self, isa: Isa, row: usize, out: &mut [f32]) {
         let desc = &self.desc;
         assert!(row < desc.rows && out.len() == desc.cols);
         let row_bytes = desc.format.row_bytes(desc.cols).unwrap_or(0);
@@ -239,7 +316,7 @@ impl<'a> MatrixRef<'a> {
                 let granule = if matches!(desc.format, Format::Fp8B128(_)) { FP8_BLOCK } else { 1 };
                 let start = row / granule * granule;
                 let scales = &self.scales()[desc.scale_range(start..start + 1)];
-                decode_row(desc.format, weights, scales, out);
+                decode_row_at(isa, desc.format, weights, scales, out);
             }
             Some((shape, tile_bytes)) => {
                 let mut weights = vec![0; row_bytes];
@@ -247,18 +324,37 @@ impl<'a> MatrixRef<'a> {
                 let tile = &self.data[row / ROWS * tile_bytes..][..tile_bytes];
                 let (format, lane) = (desc.format, row % ROWS);
                 tile::unpack_row(format, &shape, tile, lane, &mut weights, &mut scales);
-                decode_row(desc.format, &weights, &scales, out);
+                decode_row_at(isa, desc.format, &weights, &scales, out);
             }
         }
     }
 }
 
+#[inline(always)]
+fn decode_row_kernel<S: Simd>(
+    _simd: S,
+    format: Format,
+    weights: &[u8],
+    scales: &[u8],
+    out: &mut [f32],
+) {
+    decode_row(format, weights, scales, out);
+}
+
+multiversion! {
+    /// [`decode_row`] compiled for a level; the same bits at each.
+    fn decode_row_at(isa, format: Format, weights: &[u8], scales: &[u8], out: &mut [f32])
+        => decode_row_kernel;
+}
+
+#[inline(always)]
 fn f32_at(bytes: &[u8], index: usize) -> f32 {
     bytes.as_chunks::<4>().0.get(index).map_or(0.0, |four| f32::from_le_bytes(*four))
 }
 
 /// Decodes one canonical row. `scales` are the scales of the row (for fp8 of its block row);
 /// lengths must fit the format. Stored e8 rows are rotated and stay so.
+#[inline(always)]
 pub fn decode_row(format: Format, weights: &[u8], scales: &[u8], out: &mut [f32]) {
     let halves = || weights.as_chunks::<2>().0.iter().map(|two| u16::from_le_bytes(*two));
     match format {
@@ -294,7 +390,7 @@ pub fn decode_row(format: Format, weights: &[u8], scales: &[u8], out: &mut [f32]
         }
         Format::E8Iq3 => e8::decode_row(weights, out),
         Format::Mxfp4 => {
-            let group = crate::format::MXFP4_GROUP;
+            let group = MXFP4_GROUP;
             for (index, out) in out.chunks_mut(group).enumerate() {
                 mxfp4::decode_group(weights, index * group, mxfp4::ue8m0(scales[index]), out);
             }

@@ -28,6 +28,7 @@ const BIASED: [u8; 16] = {
 };
 
 /// The value of a nibble.
+#[inline(always)]
 pub fn e2m1(code: u8) -> f32 {
     let magnitude = f32::from(DOUBLED[usize::from(code & 7)]) * 0.5;
     if code & 8 == 0 { magnitude } else { -magnitude }
@@ -47,6 +48,7 @@ pub fn to_e2m1(value: f32) -> u8 {
 }
 
 /// Decodes the group that starts at input `start`.
+#[inline(always)]
 pub fn decode_group(weights: &[u8], start: usize, scale: f32, out: &mut [f32]) {
     for (i, out) in out.iter_mut().enumerate() {
         *out = e2m1(int4::nibble(weights, start + i)) * scale;

@@ -2,6 +2,11 @@
 
 pub use numerics::simd::f16_to_f32 as from_f16;
 
+/// Least magnitude that rounds to an infinite half.
+pub const F16_LIMIT: f32 = 65_520.0;
+/// Least magnitude that rounds to an infinite bfloat16.
+pub const BF16_LIMIT: f32 = f32::from_bits(0x7f7f_8000);
+
 /// Rounds to bfloat16, ties to even. Values must be finite.
 pub fn to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();

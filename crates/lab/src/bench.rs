@@ -9,7 +9,7 @@ use runtime::{Engine, Want, Work};
 use crate::error::LabError;
 
 /// Bytes of the array that the read-bandwidth loop streams: far beyond any cache.
-const READ_BYTES: usize = 1 << 30;
+pub const READ_BYTES: usize = 1 << 30;
 
 /// Figures of a decode bench.
 #[derive(Clone, Debug)]
@@ -70,7 +70,8 @@ impl ReadLoop {
 }
 
 /// Decodes `tokens` tokens after a short prompt, `repetitions` times (at least once), the read
-/// loop between them. Its array is held beside the engine's memory ceiling.
+/// loop between them. Its array of [`READ_BYTES`] is
+/// part of the memory that the engine must have been told is held.
 pub fn decode(
     engine: &Engine,
     tokens: usize,

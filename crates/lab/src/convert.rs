@@ -1,10 +1,11 @@
 //! Conversion of checkpoints and containers into any format per tensor class, by row blocks in
 //! bounded memory, resumable, never mixing parameters.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::UNIX_EPOCH;
 
 use container::{ByteRange, Model};
 use experts::load::for_each_block;
@@ -15,16 +16,19 @@ use numerics::hadamard::Rotation;
 use numerics::{Isa, Team};
 
 use crate::error::LabError;
-use crate::manifest::{MANIFEST_FILE, Manifest, SourceIdentity, record};
+use crate::manifest::{
+    DirLock, FileRecord, LOCK_FILE, MANIFEST_FILE, Manifest, SourceIdentity, record, write_durably,
+};
 use crate::plan::{Choice, Item, Plan};
-use crate::shard::{Layout, Place, ShardFile, Target, shard_name, split};
+use crate::shard::{Layout, Place, ShardFile, Target, check_space, shard_name, split};
 
 /// Shard size when none is asked for.
 pub const SHARD_BYTES: u64 = 4_000_000_000;
 /// Bytes copied at once where the format stays.
 const COPY_BYTES: usize = 4 << 20;
-/// Bytes sampled at the start, middle and end of each source file for its identity.
-const SAMPLE_BYTES: u64 = 65_536;
+/// Samples of each source file for its identity, beside the one at its start, and their bytes.
+const SAMPLES: u64 = 64;
+const SAMPLE_BYTES: u64 = 16_384;
 /// Endings of files beside the weights that belong to a model.
 const SIDE_ENDINGS: [&str; 5] = ["json", "jinja", "tiktoken", "model", "txt"];
 /// Files of those endings that describe the source's own shards.
@@ -41,6 +45,7 @@ fn is_side_file(name: &str) -> bool {
 /// A conversion that has been planned.
 pub struct Conversion {
     source_dirs: Vec<PathBuf>,
+    model: Model,
     destination: PathBuf,
     plan: Plan,
     shards: Vec<Vec<Item>>,
@@ -67,7 +72,7 @@ impl Conversion {
         let mut parameters = choice.parameters();
         parameters.insert("shard-bytes".to_owned(), shard_bytes.to_string());
         let manifest = Manifest::new(source_identity(&model, &reader)?, parameters);
-        let (manifest, done) = check_destination(destination, manifest)?;
+        let (manifest, done) = check_destination(source, destination, manifest)?;
 
         let mut items = plan.items.iter().cloned();
         let targets = plan.items.iter().map(|item| item.target.clone()).collect();
@@ -78,6 +83,7 @@ impl Conversion {
         let team = Team::new(threads).map_err(LabError::write(destination, "start threads for"))?;
         Ok(Conversion {
             source_dirs: source.to_vec(),
+            model,
             destination: destination.to_owned(),
             plan,
             shards,
@@ -110,7 +116,9 @@ impl Conversion {
         }
         fs::create_dir_all(&self.destination)
             .map_err(LabError::write(&self.destination, "create"))?;
-        check_space(&self.destination, &self.plan, &self.manifest)?;
+        let _lock = DirLock::take(&self.destination)?;
+        let done: u64 = self.manifest.files.iter().map(|file| file.bytes).sum();
+        check_space(&self.destination, self.plan.bytes().saturating_sub(done))?;
         self.manifest.store(&self.destination)?;
         let total = self.plan.bytes();
         let mut written = 0;
@@ -133,6 +141,14 @@ impl Conversion {
             shard.finish()?;
             self.manifest.files.push(record(&self.destination, &name)?);
             self.manifest.store(&self.destination)?;
+        }
+        // The source must be what it was when the run began, or two sources are mixed.
+        let now = source_identity(&self.model, &self.reader)?;
+        if now != self.manifest.source {
+            return Err(LabError::Request(format!(
+                "the source changed while it was converted; remove {} and start again",
+                self.destination.display()
+            )));
         }
         self.copy_side_files()?;
         self.manifest.complete = true;
@@ -197,7 +213,7 @@ impl Conversion {
             let range = piece * FP8_BLOCK..((piece + 1) * FP8_BLOCK).min(rows);
             let mut values = vec![0.0; range.len() * cols];
             for (row, values) in range.zip(values.chunks_exact_mut(cols)) {
-                block.decode_row(row, values);
+                block.decode_row(isa, row, values);
                 if let Some(rotation) = rotation {
                     rotation.invert(isa, values);
                 }
@@ -237,42 +253,54 @@ impl Conversion {
         Ok(())
     }
 
-    /// Copies what belongs to the model beside its weights; of a name in several directories the
-    /// first one's.
-    fn copy_side_files(&self) -> Result<(), LabError> {
-        let mut copied = BTreeSet::new();
-        for dir in &self.source_dirs {
-            for entry in fs::read_dir(dir).map_err(LabError::write(dir, "list"))? {
-                let path = entry.map_err(LabError::write(dir, "list"))?.path();
-                let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
-                let Some(name) = name.filter(|name| path.is_file() && is_side_file(name)) else {
-                    continue;
-                };
-                let to = self.destination.join(&name);
-                if copied.insert(name) {
-                    let bytes = fs::read(&path).map_err(LabError::write(&path, "read"))?;
-                    fs::write(&to, bytes).map_err(LabError::write(&to, "write"))?;
-                }
-            }
+    /// Copies what belongs to the model beside its weights and records it; of a name in several
+    /// directories the first one's.
+    fn copy_side_files(&mut self) -> Result<(), LabError> {
+        for (name, path) in side_files(&self.source_dirs)? {
+            let bytes = fs::read(&path).map_err(LabError::write(&path, "read"))?;
+            write_durably(&self.destination.join(&name), &bytes)?;
+            self.manifest.files.push(record(&self.destination, &name)?);
         }
         Ok(())
     }
 }
 
-/// Identity of a source: its tensor table and samples of every file. It tells two checkpoints of
-/// equal shape apart without reading all of them.
+/// Files beside the weights that belong to a model, by name.
+fn side_files(dirs: &[PathBuf]) -> Result<BTreeMap<String, PathBuf>, LabError> {
+    let mut found = BTreeMap::new();
+    for dir in dirs {
+        for entry in fs::read_dir(dir).map_err(LabError::write(dir, "list"))? {
+            let path = entry.map_err(LabError::write(dir, "list"))?.path();
+            let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
+            if let Some(name) = name.filter(|name| path.is_file() && is_side_file(name)) {
+                found.entry(name).or_insert(path);
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// Identity of a source: its tensor table, size, time and samples of every file, and the files
+/// beside the weights. It tells checkpoints of equal shape apart without reading all of them.
 fn source_identity(model: &Model, reader: &Reader) -> Result<SourceIdentity, LabError> {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&model.table_hash()?);
     for (index, file) in model.shards.files().iter().enumerate() {
-        let bytes = fs::metadata(&file.path).map_err(LabError::write(&file.path, "look at"))?.len();
+        let facts = fs::metadata(&file.path).map_err(LabError::write(&file.path, "look at"))?;
+        let modified = facts.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+        let bytes = facts.len();
         hasher.update(&bytes.to_le_bytes());
-        for start in [0, bytes / 2, bytes.saturating_sub(SAMPLE_BYTES)] {
-            let count = SAMPLE_BYTES.min(bytes - start) as usize;
-            let mut sample = vec![0; count];
-            reader.read_exact(container::FileId(index as u32), start, &mut sample)?;
-            hasher.update(&sample);
+        hasher.update(&modified.unwrap_or_default().as_nanos().to_le_bytes());
+        for sample in 0..=SAMPLES {
+            let start = bytes.saturating_sub(SAMPLE_BYTES) / SAMPLES * sample;
+            let mut buffer = vec![0; SAMPLE_BYTES.min(bytes - start) as usize];
+            reader.read_exact(container::FileId(index as u32), start, &mut buffer)?;
+            hasher.update(&buffer);
         }
+    }
+    for (name, path) in side_files(&model.dirs)? {
+        let bytes = fs::read(&path).map_err(LabError::write(&path, "read"))?;
+        hasher.update(name.as_bytes()).update(&bytes);
     }
     let name = model.dirs.first().and_then(|dir| dir.canonicalize().ok());
     let name = name.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy());
@@ -282,10 +310,28 @@ fn source_identity(model: &Model, reader: &Reader) -> Result<SourceIdentity, Lab
     })
 }
 
-/// What the destination already holds: the manifest to go on with and the files that are done.
-fn check_destination(dir: &Path, fresh: Manifest) -> Result<(Manifest, usize), LabError> {
+/// What the destination already holds: the manifest to go on with and the shards that are done.
+/// Every file that counts as done is read and compared with its recorded hash.
+fn check_destination(
+    source: &[PathBuf],
+    dir: &Path,
+    fresh: Manifest,
+) -> Result<(Manifest, usize), LabError> {
+    let canonical = |path: &Path| path.canonicalize().ok();
+    if source.iter().any(|source| canonical(source).is_some_and(|s| canonical(dir) == Some(s))) {
+        return Err(LabError::Request(format!(
+            "{} is the source itself; choose another destination",
+            dir.display()
+        )));
+    }
+    if dir.exists() && !dir.is_dir() {
+        return Err(LabError::Request(format!("{} is not a directory", dir.display())));
+    }
     let Some(old) = Manifest::load(dir)? else {
-        let occupied = fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some());
+        let own = |name: &str| name.starts_with(MANIFEST_FILE) || name == LOCK_FILE;
+        let occupied = fs::read_dir(dir).is_ok_and(|entries| {
+            entries.flatten().any(|entry| !own(&entry.file_name().to_string_lossy()))
+        });
         if occupied {
             return Err(LabError::Request(format!(
                 "{} is not empty and no conversion of this program; choose another destination",
@@ -295,40 +341,13 @@ fn check_destination(dir: &Path, fresh: Manifest) -> Result<(Manifest, usize), L
         return Ok((fresh, 0));
     };
     old.check_same_run(&fresh, dir)?;
-    let intact = |file: &&crate::manifest::FileRecord| {
-        fs::metadata(dir.join(&file.name)).is_ok_and(|found| found.len() == file.bytes)
-    };
-    let done = old.files.iter().take_while(intact).count();
-    if old.complete && done == old.files.len() {
+    let intact = |file: &FileRecord| record(dir, &file.name).is_ok_and(|found| found == *file);
+    let is_shard = |file: &&FileRecord| file.name.ends_with(".safetensors");
+    let done = old.files.iter().take_while(is_shard).take_while(|file| intact(file)).count();
+    if old.complete && old.files.iter().all(intact) {
         return Ok((old, done));
     }
     let mut manifest = fresh;
     manifest.files = old.files[..done].to_vec();
     Ok((manifest, done))
-}
-
-#[cfg(unix)]
-fn check_space(dir: &Path, plan: &Plan, manifest: &Manifest) -> Result<(), LabError> {
-    let Ok(stat) = rustix::fs::statvfs(dir) else { return Ok(()) };
-    let free = stat.f_bavail * stat.f_frsize;
-    let done: u64 = manifest.files.iter().map(|file| file.bytes).sum();
-    let wanted = plan.bytes().saturating_sub(done);
-    if wanted <= free {
-        return Ok(());
-    }
-    Err(LabError::Request(format!(
-        "{}: {wanted} bytes to write, {free} free; make room or choose another destination",
-        dir.display()
-    )))
-}
-
-#[cfg(not(unix))]
-fn check_space(_dir: &Path, _plan: &Plan, _manifest: &Manifest) -> Result<(), LabError> {
-    Ok(())
-}
-
-/// Parameters of a manifest, for people.
-pub fn describe(parameters: &BTreeMap<String, String>) -> String {
-    let pairs: Vec<String> = parameters.iter().map(|(k, v)| format!("{k}={v}")).collect();
-    pairs.join(" ")
 }

@@ -1,9 +1,9 @@
 //! `colibri.json`: what made a container, so that a run can be resumed and never mixed.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -95,17 +95,11 @@ impl Manifest {
         }
     }
 
-    /// Writes the manifest: temporary name, sync, rename.
+    /// Writes the manifest.
     pub fn store(&self, dir: &Path) -> Result<(), LabError> {
-        let path = dir.join(MANIFEST_FILE);
-        let temporary = dir.join("colibri.json.tmp");
         let text = serde_json::to_string_pretty(self)
             .map_err(|error| LabError::Request(format!("manifest: {error}")))?;
-        let mut file = File::create(&temporary).map_err(LabError::write(&temporary, "create"))?;
-        file.write_all(text.as_bytes()).map_err(LabError::write(&temporary, "write"))?;
-        file.sync_all().map_err(LabError::write(&temporary, "sync"))?;
-        fs::rename(&temporary, &path).map_err(LabError::write(&path, "name"))?;
-        sync_dir(&path)
+        write_durably(&dir.join(MANIFEST_FILE), text.as_bytes())
     }
 
     /// Refuses to go on with a run of other parameters or another source, naming the difference.
@@ -119,6 +113,8 @@ impl Manifest {
         compare("source", &self.source.name, &other.source.name);
         compare("source hash", &self.source.blake3, &other.source.blake3);
         compare("tool version", &self.tool_version, &other.tool_version);
+        let version = |manifest: &Manifest| manifest.numerics_version.to_string();
+        compare("numerics version", &version(self), &version(other));
         let keys = self.parameters.keys().chain(other.parameters.keys());
         let keys: std::collections::BTreeSet<&String> = keys.collect();
         for key in keys {
@@ -136,6 +132,58 @@ impl Manifest {
             dir.display(),
             differences.join("; ")
         )))
+    }
+}
+
+/// Writes a file under a temporary name, puts it on disk, then names it: a reader sees the old file
+/// or the whole new one.
+pub fn write_durably(path: &Path, bytes: &[u8]) -> Result<(), LabError> {
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".tmp");
+    let temporary = PathBuf::from(temporary);
+    let mut file = File::create(&temporary).map_err(LabError::write(&temporary, "create"))?;
+    file.write_all(bytes).map_err(LabError::write(&temporary, "write"))?;
+    file.sync_all().map_err(LabError::write(&temporary, "sync"))?;
+    fs::rename(&temporary, path).map_err(LabError::write(path, "name"))?;
+    sync_dir(path)
+}
+
+/// Name of the file whose lock keeps two writers out of one directory.
+pub const LOCK_FILE: &str = "colibri.lock";
+
+/// The exclusive right to write a directory, until it is dropped or the process ends.
+pub struct DirLock {
+    file: File,
+    path: PathBuf,
+}
+
+impl DirLock {
+    /// Takes the lock; refuses when another process has it.
+    pub fn take(dir: &Path) -> Result<DirLock, LabError> {
+        let path = dir.join(LOCK_FILE);
+        let file = File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(&path)
+            .map_err(LabError::write(&path, "create"))?;
+        match file.try_lock() {
+            Ok(()) => Ok(DirLock { file, path }),
+            Err(TryLockError::WouldBlock) => Err(LabError::Request(format!(
+                "another process is writing {}; wait for it or choose another destination",
+                dir.display()
+            ))),
+            Err(TryLockError::Error(error)) => Err(LabError::write(&path, "lock")(error)),
+        }
+    }
+}
+
+impl Drop for DirLock {
+    fn drop(&mut self) {
+        // Removed while the lock is still held; a process that opened it before finds its own
+        // directory complete when it gets the lock.
+        let _ = fs::remove_file(&self.path);
+        let _ = self.file.unlock();
     }
 }
 

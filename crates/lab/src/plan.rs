@@ -1,7 +1,7 @@
 //! What a conversion will do: the target format of every tensor class, resolved and priced before
 //! any weight is read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use container::{Config, Model, QSource, Role, TensorClass, TensorSpec, tensor_specs};
 use formats::Format;
@@ -13,6 +13,8 @@ use crate::shard::Target;
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
     by_class: BTreeMap<TensorClass, Format>,
+    /// Classes chosen by name; a model without one of them is refused.
+    named: BTreeSet<TensorClass>,
 }
 
 /// Classes that `--dense` stands for.
@@ -31,6 +33,7 @@ impl Choice {
     /// Chooses a format for a class.
     pub fn set(&mut self, class: TensorClass, format: Format) {
         self.by_class.insert(class, format);
+        self.named.insert(class);
     }
 
     /// Chooses a format for every dense class that has none yet.
@@ -134,6 +137,12 @@ impl Plan {
             line.from_bytes += source.bytes();
             line.to_bytes += target.bytes();
             plan.items.push(Item { source, target });
+        }
+        if let Some(class) = choice.named.iter().find(|class| !plan.classes.contains_key(class)) {
+            return Err(LabError::Request(format!(
+                "--{}: this model has no tensors of that class",
+                class.name()
+            )));
         }
         Ok(plan)
     }

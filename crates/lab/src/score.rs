@@ -76,7 +76,7 @@ pub fn score_text(
     window: usize,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Score, LabError> {
-    let window = window.min(engine.context()).saturating_sub(prefix.len()).max(2);
+    let window = window.min(engine.context()).saturating_sub(prefix.len()).max(1);
     let mut score = Score::default();
     for (at, part) in ids.chunks(window).enumerate() {
         let mut tokens = if at == 0 { missing_prefix(prefix, part) } else { prefix.to_vec() };

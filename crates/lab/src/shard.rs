@@ -178,6 +178,21 @@ impl ShardFile {
     }
 }
 
+/// Refuses to write `bytes` where less is free.
+pub(crate) fn check_space(dir: &Path, bytes: u64) -> Result<(), LabError> {
+    #[cfg(unix)]
+    if let Ok(stat) = rustix::fs::statvfs(dir) {
+        let free = stat.f_bavail * stat.f_frsize;
+        if bytes > free {
+            return Err(LabError::Request(format!(
+                "{}: {bytes} bytes to write, {free} free; make room or choose another destination",
+                dir.display()
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// Makes a rename in the directory of `path` durable.
 pub(crate) fn sync_dir(path: &Path) -> Result<(), LabError> {
     #[cfg(unix)]

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use crate::error::LabError;
 use crate::manifest::{Manifest, SourceIdentity, record};
 use crate::plan::{full_name, synthetic_targets};
+use crate::shard::check_space;
 use crate::shard::{Layout, Place, ShardFile, Target, shard_name, split};
 
 /// Shapes to start from.
@@ -56,9 +57,10 @@ pub struct SynthOptions {
 }
 
 /// The configuration file of a shape.
-pub fn config_json(like: Like, over: &Overrides) -> Value {
+pub fn config_json(like: Like, over: &Overrides) -> Result<Value, LabError> {
+    check_overrides(like, over)?;
     let or = |value: Option<usize>, default: usize| value.unwrap_or(default);
-    match like {
+    Ok(match like {
         Like::Glm => {
             let layers = or(over.layers, 78);
             let dense = or(over.dense_layers, 3.min(layers.saturating_sub(1)));
@@ -106,7 +108,7 @@ pub fn config_json(like: Like, over: &Overrides) -> Value {
             "model_type": "olmoe",
             "vocab_size": or(over.vocab, 50_304),
             "hidden_size": or(over.hidden, 2048),
-            "intermediate_size": or(over.expert_intermediate.or(over.intermediate), 1024),
+            "intermediate_size": or(over.expert_intermediate, 1024),
             "num_hidden_layers": or(over.layers, 16),
             "num_attention_heads": or(over.heads, 16),
             "num_key_value_heads": or(over.heads, 16),
@@ -123,6 +125,27 @@ pub fn config_json(like: Like, over: &Overrides) -> Value {
             "eos_token_id": [],
             "pad_token_id": null,
         }),
+    })
+}
+
+/// Refuses numbers that the shape has no place for, before anything is built from them.
+fn check_overrides(like: Like, over: &Overrides) -> Result<(), LabError> {
+    let refuse = |what: String| Err(LabError::Request(what));
+    let max = container::config::MAX_LAYERS;
+    if over.layers.is_some_and(|layers| layers > max) {
+        return refuse(format!("--layers: at most {max}"));
+    }
+    match like {
+        Like::Olmoe if over.dense_layers.is_some() => {
+            refuse("--dense-layers: every layer of this shape has experts".to_owned())
+        }
+        Like::Olmoe if over.intermediate.is_some() => refuse(
+            "--intermediate: this shape has no dense layers; give --expert-intermediate".to_owned(),
+        ),
+        Like::Glm if over.dense_layers.is_some_and(|d| d >= over.layers.unwrap_or(78)) => {
+            refuse("--dense-layers must be below --layers".to_owned())
+        }
+        Like::Glm | Like::Olmoe => Ok(()),
     }
 }
 
@@ -132,22 +155,28 @@ pub fn write(
     options: &SynthOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Manifest, LabError> {
-    if fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some()) {
+    // What an earlier run left unfinished is written again.
+    let unfinished = Manifest::load(dir)?.is_some_and(|manifest| !manifest.complete);
+    if !unfinished && fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some()) {
         return Err(LabError::Request(format!(
             "{} is not empty; choose another destination",
             dir.display()
         )));
     }
-    let json = config_json(options.like, &options.overrides);
+    if options.dense.is_rotated() {
+        return Err(LabError::Request(format!(
+            "--dense-format {}: embedding and kv_b are read row by row and cannot be rotated",
+            options.dense
+        )));
+    }
+    let json = config_json(options.like, &options.overrides)?;
     let text = serde_json::to_string_pretty(&json)
         .map_err(|error| LabError::Request(format!("config.json: {error}")))?;
     let config = Config::from_json(&text, None)?;
-    let rows_format = |format: Format| if format.is_rotated() { Format::Int8Row } else { format };
     let targets = synthetic_targets(&config, |spec| match spec.role.class() {
         TensorClass::Experts => Some(options.experts),
         TensorClass::Router => Some(Format::F32),
         TensorClass::Mtp => None,
-        TensorClass::Embedding | TensorClass::KvB => Some(rows_format(options.dense)),
         _ => Some(options.dense),
     });
     for (spec, target) in &targets {
@@ -176,8 +205,10 @@ pub fn write(
         blake3: blake3::hash(text.as_bytes()).to_hex().to_string(),
     };
     let mut manifest = Manifest::new(source, parameters.into_iter().collect());
+    manifest.store(dir)?;
     let (specs, targets): (Vec<TensorSpec>, Vec<Target>) = targets.into_iter().unzip();
     let total: u64 = targets.iter().map(Target::bytes).sum();
+    check_space(dir, total)?;
     let mut specs = specs.into_iter();
     let mut done = 0;
     let shards = split(targets, options.shard_bytes.max(1));

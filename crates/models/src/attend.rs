@@ -1,7 +1,7 @@
 //! One head's attention over selected keys of a sequence, by blocks of 512 ranks.
 
-use numerics::Isa;
 use numerics::attention::{self, KEY_BLOCK, Running};
+use numerics::{Isa, NumericError};
 
 use crate::kv::{KvKind, KvStore, PAGE};
 
@@ -28,20 +28,22 @@ pub struct HeadState<'a> {
     pub value: (KvKind, usize, usize),
 }
 
-/// Attends with `query` over the selected keys; `out` gets the value numbers.
+/// Attends with `query` over the selected keys; `out` gets the value numbers. A raw score that is
+/// not finite is an error that names `row`, the query's row of the batch.
 pub fn attend(
     isa: Isa,
     state: &HeadState<'_>,
     query: &[f32],
     scale: f32,
+    row: usize,
     selection: Selection<'_>,
     out: &mut [f32],
-) {
+) -> Result<(), NumericError> {
     let count = match selection {
         Selection::First(count) => count,
         Selection::Listed(list) => list.len(),
     };
-    let row = |(kind, width, first): (KvKind, usize, usize), rank: usize, len: usize| {
+    let numbers = |(kind, width, first): (KvKind, usize, usize), rank: usize, len: usize| {
         let position = match selection {
             Selection::First(_) => rank,
             Selection::Listed(list) => list[rank] as usize,
@@ -58,13 +60,18 @@ pub fn attend(
         let end = (start + KEY_BLOCK).min(count);
         let weights = &mut weights[..end - start];
         rows.clear();
-        rows.extend((start..end).map(|rank| row(state.key, rank, query.len())));
+        rows.extend((start..end).map(|rank| numbers(state.key, rank, query.len())));
         attention::scores(isa, query, &rows, scale, weights);
-        let block = Running::weigh(isa, weights);
+        let block = Running::weigh(isa, weights).map_err(|rank| NumericError::NonFinite {
+            what: "attention scores",
+            row,
+            element: start + rank,
+        })?;
         rows.clear();
-        rows.extend((start..end).map(|rank| row(state.value, rank, out.len())));
+        rows.extend((start..end).map(|rank| numbers(state.value, rank, out.len())));
         attention::weighted_sum(isa, weights, &rows, &mut block_out);
         running.merge(isa, block, &block_out, out);
     }
     running.finish(isa, out);
+    Ok(())
 }

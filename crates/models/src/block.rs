@@ -1,7 +1,9 @@
 //! Small pieces that every block uses.
 
+use std::sync::{Mutex, PoisonError};
+
 use formats::{Input, QTensor, matmul};
-use numerics::{Compute, NumericError, function, norm};
+use numerics::{Compute, Isa, NumericError, function, norm};
 
 use crate::error::ModelError;
 use crate::family::Row;
@@ -39,15 +41,38 @@ pub fn check_finite(
     }
 }
 
+/// The first error (of the lowest task) of tasks that run in parallel.
+#[derive(Default)]
+pub struct FirstError {
+    found: Mutex<Option<(usize, NumericError)>>,
+}
+
+impl FirstError {
+    /// Keeps the error of a task.
+    pub fn keep(&self, task: usize, result: Result<(), NumericError>) {
+        let Err(error) = result else { return };
+        let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        if found.as_ref().is_none_or(|(first, _)| task < *first) {
+            *found = Some((task, error));
+        }
+    }
+
+    /// The error kept.
+    pub fn result(self) -> Result<(), NumericError> {
+        let found = self.found.into_inner().unwrap_or_else(PoisonError::into_inner);
+        found.map_or(Ok(()), |(_, error)| Err(error))
+    }
+}
+
 /// Embeddings of the rows' tokens, `[rows, hidden]`.
-pub fn embed(embedding: &QTensor, rows: &[Row]) -> Result<Vec<f32>, ModelError> {
+pub fn embed(isa: Isa, embedding: &QTensor, rows: &[Row]) -> Result<Vec<f32>, ModelError> {
     let (vocab, hidden) = (embedding.desc().rows(), embedding.desc().cols());
     let mut x = vec![0.0; rows.len() * hidden];
     for (row, x) in rows.iter().zip(x.chunks_exact_mut(hidden)) {
         if row.token as usize >= vocab {
             return Err(ModelError::Token { token: row.token, vocab });
         }
-        embedding.view().decode_row(row.token as usize, x);
+        embedding.view().decode_row(isa, row.token as usize, x);
     }
     Ok(x)
 }

@@ -82,14 +82,18 @@ impl<L: DecoderLayer> Family for Decoder<L> {
         rows: &[Row],
         kv: &mut dyn KvStore,
         experts: &dyn ExpertBackend,
+        observe: &mut dyn FnMut(usize, usize) -> bool,
     ) -> Result<Vec<f32>, ModelError> {
         let hidden = self.config.hidden_size;
-        let mut x = embed(&self.embedding, rows)?;
+        let mut x = embed(compute.isa, &self.embedding, rows)?;
         let mut carry = L::Carry::default();
         for (at, layer) in self.layers.iter().enumerate() {
             let step = Step { compute, layer: at, rope: &self.rope, rows };
             layer.forward(&step, &self.config, &mut x, &mut carry, kv, experts)?;
             check_finite(compute, "hidden state", &x, hidden).map_err(ModelError::at(at))?;
+            if !observe(at + 1, self.layers.len()) {
+                return Err(ModelError::Cancelled { layer: at });
+            }
         }
         Ok(x)
     }

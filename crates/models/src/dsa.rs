@@ -3,14 +3,12 @@
 //! `score = Σ_h w_h · relu(q_h · k · dim^-0.5)`, `w = weights_proj(x) · heads^-0.5`; the best
 //! `topk` causal keys are kept. Source: `glm_moe_dsa` of transformers.
 
-use std::sync::Mutex;
-
 use container::{IndexerConfig, Role};
 use formats::{Input, QTensor};
 use numerics::rope::RopeLayout;
-use numerics::{NumericError, attention, lanes, norm, topk};
+use numerics::{Isa, NumericError, attention, lanes, norm, topk};
 
-use crate::block::{check_finite, linear};
+use crate::block::{FirstError, check_finite, linear};
 use crate::error::ModelError;
 use crate::family::Step;
 use crate::kv::{KvKind, KvStore, PAGE};
@@ -85,64 +83,57 @@ impl Indexer {
         weights.iter_mut().for_each(|weight| *weight *= factor);
 
         let kv: &dyn KvStore = kv;
-        let selections: Vec<Mutex<Result<Option<Vec<u32>>, NumericError>>> =
-            rows.iter().map(|_| Mutex::new(Ok(None))).collect();
-        compute.team.run(rows.len(), |at| {
+        let errors = FirstError::default();
+        let mut selections = Vec::with_capacity(rows.len());
+        for (at, row) in rows.iter().enumerate() {
+            let count = row.position + 1;
+            if count <= self.topk {
+                selections.push(None);
+                continue;
+            }
             let query = &queries[at * self.heads * self.dim..][..self.heads * self.dim];
             let weights = &weights[at * self.heads..][..self.heads];
-            let selected = self.select_row(step, at, query, weights, kv);
-            if let Ok(mut slot) = selections[at].lock() {
-                *slot = selected;
-            }
-        });
-        let taken = selections.into_iter().map(|slot| match slot.into_inner() {
-            Ok(selected) => selected,
-            Err(poisoned) => poisoned.into_inner(),
-        });
-        taken.collect()
+            let mut scores = vec![0.0; count];
+            compute.team.columns(&mut scores, count, PAGE, |scores| {
+                let page = scores.range().start / PAGE;
+                let keys = kv.page(row.sequence, layer, KvKind::Index, page);
+                let of_page = self.page_scores(isa, query, weights, keys, scores.range().len());
+                let checked = check_finite(compute, "index scores", &of_page, PAGE);
+                errors.keep(page, checked.map_err(|error| error.in_row(at)));
+                scores.put(0, page * PAGE, &of_page);
+            });
+            let mut selected = topk::top_k(&scores, self.topk);
+            selected.sort_unstable();
+            selections.push(Some(selected));
+        }
+        errors.result()?;
+        Ok(selections)
     }
 
-    fn select_row(
+    /// Scores of the first `count` keys of a page.
+    fn page_scores(
         &self,
-        step: &Step<'_>,
-        at: usize,
+        isa: Isa,
         query: &[f32],
         weights: &[f32],
-        kv: &dyn KvStore,
-    ) -> Result<Option<Vec<u32>>, NumericError> {
-        let Step { compute, layer, rows, .. } = *step;
-        let row = &rows[at];
-        let count = row.position + 1;
-        if count <= self.topk {
-            return Ok(None);
-        }
-        let isa = compute.isa;
+        keys: &[f32],
+        count: usize,
+    ) -> Vec<f32> {
         let scale = (1.0 / (self.dim as f64).sqrt()) as f32;
-        let mut scores = vec![0.0; count];
-        let mut by_head = vec![0.0; self.heads * PAGE];
-        let mut of_key = vec![0.0; self.heads];
-        for (page_at, scores) in scores.chunks_mut(PAGE).enumerate() {
-            let page = kv.page(row.sequence, layer, KvKind::Index, page_at);
-            let keys: Vec<&[f32]> = page.chunks_exact(self.dim).take(scores.len()).collect();
-            for (query, out) in query.chunks_exact(self.dim).zip(by_head.chunks_exact_mut(PAGE)) {
-                attention::scores(isa, query, &keys, scale, &mut out[..keys.len()]);
-            }
-            for (key, score) in scores.iter_mut().enumerate() {
-                for (head, of_key) in of_key.iter_mut().enumerate() {
-                    let raw = by_head[head * PAGE + key];
-                    *of_key = if raw > 0.0 { raw } else { raw * 0.0 };
-                }
-                *score = lanes::dot(isa, weights, &of_key);
-            }
+        let keys: Vec<&[f32]> = keys.chunks_exact(self.dim).take(count).collect();
+        let mut by_head = vec![0.0; self.heads * count];
+        for (query, out) in query.chunks_exact(self.dim).zip(by_head.chunks_exact_mut(count)) {
+            attention::scores(isa, query, &keys, scale, out);
         }
-        check_finite(compute, "index scores", &scores, count).map_err(|error| match error {
-            NumericError::NonFinite { what, element, .. } => {
-                NumericError::NonFinite { what, row: at, element }
+        let mut of_key = vec![0.0; self.heads];
+        let score = |key: usize| {
+            for (head, of_key) in of_key.iter_mut().enumerate() {
+                let raw = by_head[head * count + key];
+                // Not a maximum: a NaN must stay one.
+                *of_key = if raw > 0.0 { raw } else { raw * 0.0 };
             }
-            other => other,
-        })?;
-        let mut selected = topk::top_k(&scores, self.topk);
-        selected.sort_unstable();
-        Ok(Some(selected))
+            lanes::dot(isa, weights, &of_key)
+        };
+        (0..count).map(score).collect()
     }
 }

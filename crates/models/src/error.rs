@@ -73,6 +73,12 @@ pub enum ModelError {
         /// Keys that dense attention may reach.
         topk: usize,
     },
+    /// The caller ended the step.
+    #[error("stopped after layer {layer}")]
+    Cancelled {
+        /// Last layer computed.
+        layer: usize,
+    },
     /// A token id outside the vocabulary.
     #[error("token id {token} is outside the vocabulary of {vocab}")]
     Token {

@@ -42,13 +42,15 @@ pub trait Family: Send + Sync {
     /// Bytes of dense weights and tables in memory.
     fn dense_bytes(&self) -> u64;
 
-    /// Final hidden states of the rows, `[rows, hidden]`, before the last norm.
+    /// Final hidden states of the rows, `[rows, hidden]`, before the last norm. `observe` is told
+    /// layers done and in all, and returns whether to go on.
     fn forward(
         &self,
         compute: &Compute,
         rows: &[Row],
         kv: &mut dyn KvStore,
         experts: &dyn ExpertBackend,
+        observe: &mut dyn FnMut(usize, usize) -> bool,
     ) -> Result<Vec<f32>, ModelError>;
 
     /// Logits of hidden states, `[rows, vocab]`.

@@ -6,7 +6,7 @@
 use container::{Attention, Config, IndexerKind, LayerKind, Presence, Role};
 use experts::ExpertBackend;
 use formats::Input;
-use numerics::function;
+use numerics::{Isa, function};
 
 use crate::block::rms_rows;
 use crate::decoder::{Decoder, DecoderLayer};
@@ -164,7 +164,7 @@ fn check_mtp(
     let (mut row, half) = (vec![0.0; 2 * config.hidden_size], config.hidden_size);
     let mut seen = [false; 2];
     for output in 0..joined.desc().rows() {
-        joined.view().decode_row(output, &mut row);
+        joined.view().decode_row(Isa::detect(), output, &mut row);
         seen[0] |= row[..half].iter().any(|value| *value != 0.0);
         seen[1] |= row[half..].iter().any(|value| *value != 0.0);
     }

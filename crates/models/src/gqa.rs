@@ -6,7 +6,7 @@ use numerics::NumericError;
 use numerics::rope::RopeLayout;
 
 use crate::attend::{HeadState, Selection, attend};
-use crate::block::{linear, rms_rows};
+use crate::block::{FirstError, linear, rms_rows};
 use crate::error::ModelError;
 use crate::family::Step;
 use crate::kv::{KvKind, KvStore};
@@ -107,6 +107,7 @@ impl Gqa {
         let kv: &dyn KvStore = kv;
         let scale = (1.0 / (dim as f64).sqrt()) as f32;
         let mut out = vec![0.0; rows.len() * heads * dim];
+        let errors = FirstError::default();
         compute.team.columns(&mut out, heads * dim, dim, |columns| {
             let head = columns.range().start / dim;
             let first = head / (heads / kv_heads) * dim;
@@ -121,10 +122,13 @@ impl Gqa {
                 };
                 let query = &queries[(at * heads + head) * dim..][..dim];
                 let selection = Selection::First(row.position + 1);
-                attend(compute.isa, &state, query, scale, selection, &mut head_out);
+                let attended =
+                    attend(compute.isa, &state, query, scale, at, selection, &mut head_out);
+                errors.keep(head, attended);
                 columns.put(at, head * dim, &head_out);
             }
         });
+        errors.result()?;
         let input = Input::new("attention output", out, heads * dim);
         linear(compute, &self.output, &input)
     }

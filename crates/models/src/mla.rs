@@ -11,7 +11,7 @@ use numerics::team::Columns;
 use numerics::{Compute, NumericError, lanes};
 
 use crate::attend::{HeadState, Selection, attend};
-use crate::block::{linear, rms_rows};
+use crate::block::{FirstError, linear, rms_rows};
 use crate::dsa::Selections;
 use crate::error::ModelError;
 use crate::family::Step;
@@ -125,9 +125,12 @@ impl Mla {
             }
         }
         let mut out = vec![0.0; rows.len() * heads * value];
+        let errors = FirstError::default();
         compute.team.columns(&mut out, heads * value, value, |columns| {
-            self.attend_head(step, &queries, selections, kv, columns);
+            let attended = self.attend_head(step, &queries, selections, kv, columns);
+            errors.keep(columns.range().start, attended);
         });
+        errors.result()?;
         let input = Input::new("attention output", out, heads * value);
         linear(compute, &self.output, &input)
     }
@@ -140,7 +143,7 @@ impl Mla {
         selections: &Selections,
         kv: &dyn KvStore,
         out: &mut Columns<'_>,
-    ) {
+    ) -> Result<(), NumericError> {
         let Step { compute, layer, rows, .. } = *step;
         let MlaShape { heads, kv_lora, nope, rope: rope_dim, value } = self.shape;
         let head = out.range().start / value;
@@ -151,7 +154,7 @@ impl Mla {
         let mut absorbed = vec![0.0; rows.len() * width];
         let mut weights = vec![0.0; kv_lora];
         for d in 0..nope {
-            self.kv_b.view().decode_row(first_row + d, &mut weights);
+            self.kv_b.view().decode_row(isa, first_row + d, &mut weights);
             for (at, absorbed) in absorbed.chunks_exact_mut(width).enumerate() {
                 lanes::axpy(isa, query_of(at)[d], &weights, &mut absorbed[..kv_lora]);
             }
@@ -173,13 +176,14 @@ impl Mla {
                 Some(list) => Selection::Listed(list),
             };
             let latent = &mut latents[at * kv_lora..][..kv_lora];
-            attend(isa, &state, query, scale, selection, latent);
+            attend(isa, &state, query, scale, at, selection, latent)?;
         }
         for d in 0..value {
-            self.kv_b.view().decode_row(first_row + nope + d, &mut weights);
+            self.kv_b.view().decode_row(isa, first_row + nope + d, &mut weights);
             for (at, latent) in latents.chunks_exact(kv_lora).enumerate() {
                 out.put(at, head * value + d, &[lanes::dot(isa, &weights, latent)]);
             }
         }
+        Ok(())
     }
 }

@@ -59,7 +59,7 @@ impl Moe {
         for logits in logits.chunks_exact_mut(count) {
             self.route(compute, logits, &mut routes);
         }
-        let batch = RoutedBatch { input: x, routes: &routes, top_k: self.config.top_k };
+        let batch = RoutedBatch::new(x, &routes, self.config.top_k);
         let mut sum = vec![0; x.rows() * x.cols()];
         experts.compute(compute, layer, &batch, &mut sum)?;
         let mut out = vec![0.0; sum.len()];

@@ -25,11 +25,14 @@ impl Default for Running {
 
 impl Running {
     /// Turns a block's scores into unnormalised weights in place; returns the block's maximum and
-    /// the sum of its weights. Scores must be finite.
-    pub fn weigh(isa: Isa, scores: &mut [f32]) -> (f32, f32) {
+    /// the sum of its weights. A score that is not finite is an error with its rank in the block.
+    pub fn weigh(isa: Isa, scores: &mut [f32]) -> Result<(f32, f32), usize> {
+        if let Some(rank) = function::first_non_finite(isa, scores) {
+            return Err(rank);
+        }
         let max = scores.iter().fold(f32::NEG_INFINITY, |m, &s| if s > m { s } else { m });
         function::exp_minus(isa, scores, max);
-        (max, lanes::sum(isa, scores))
+        Ok((max, lanes::sum(isa, scores)))
     }
 
     /// Merges a block (maximum, sum, unnormalised output) into the running output.
@@ -125,7 +128,7 @@ mod tests {
             let (mut running, mut out) = (Running::default(), [0.0]);
             for (scores, values) in scores.chunks(KEY_BLOCK).zip(values.chunks(KEY_BLOCK)) {
                 let mut weights = scores.to_vec();
-                let block = Running::weigh(isa, &mut weights);
+                let block = Running::weigh(isa, &mut weights).unwrap();
                 let mut part = [0.0];
                 let rows: Vec<&[f32]> = values.chunks(1).collect();
                 weighted_sum(isa, &weights, &rows, &mut part);
@@ -159,6 +162,14 @@ mod tests {
                 weighted_sum(isa, &weights, &rows, &mut out);
                 assert_eq!(out, want, "{isa:?} width {width}");
             }
+        }
+    }
+
+    #[test]
+    fn one_score_that_overflowed_is_an_error_not_a_masked_key() {
+        for bad in [f32::NEG_INFINITY, f32::INFINITY, f32::NAN] {
+            let mut scores = [0.5, -1.0, bad, 2.0];
+            assert_eq!(Running::weigh(Isa::detect(), &mut scores), Err(2));
         }
     }
 }

@@ -28,6 +28,27 @@ pub use team::Team;
 /// from 1 on any change that can move a bit raises it.
 pub const NUMERICS_VERSION: u32 = 0;
 
+impl NumericError {
+    /// The same error with its row counted in another batch.
+    pub fn in_row(self, at: usize) -> NumericError {
+        match self {
+            NumericError::NonFinite { what, element, .. } => {
+                NumericError::NonFinite { what, row: at, element }
+            }
+            NumericError::CombineRange { value, element, .. } => {
+                NumericError::CombineRange { value, row: at, element }
+            }
+        }
+    }
+
+    /// Row of the batch that the error names.
+    pub fn row(&self) -> usize {
+        match self {
+            NumericError::NonFinite { row, .. } | NumericError::CombineRange { row, .. } => *row,
+        }
+    }
+}
+
 /// How activations meet quantised weights.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Activations {

@@ -19,6 +19,8 @@ const SPINS_BEFORE_PARK: u32 = 4_000;
 pub const THREADS_MAX: usize = 1024;
 
 type Task<'a> = dyn Fn(usize) + Sync + 'a;
+/// A task of a job whose lifetime the types do not know; valid while the job has unfinished tasks.
+type TaskPointer = *const Task<'static>;
 
 struct Shared {
     /// Job number in the high half, index of the next unclaimed task in the low half.
@@ -28,7 +30,7 @@ struct Shared {
     /// Tasks of the current job that have returned.
     finished: AtomicUsize,
     /// The current job. Written only while no task of any job is unfinished.
-    job: UnsafeCell<Option<&'static Task<'static>>>,
+    job: UnsafeCell<Option<TaskPointer>>,
     panicked: AtomicBool,
     stop: AtomicBool,
     parked: Box<[AtomicBool]>,
@@ -37,7 +39,7 @@ struct Shared {
 // SAFETY: `job` is written by the one thread inside `Team::run` while no task is claimed, and
 // read only by threads that hold a claimed, unfinished task of that job.
 unsafe impl Sync for Shared {}
-// SAFETY: the job is a shared reference to a `Sync` closure.
+// SAFETY: the job points to a `Sync` closure.
 unsafe impl Send for Shared {}
 
 impl Shared {
@@ -56,9 +58,11 @@ impl Shared {
         // SAFETY: the claim succeeded, so the job numbered in the ticket has an unfinished task
         // (this one) and its caller waits for it: the closure is alive and not being replaced.
         let job = unsafe { *self.job.get() };
-        let run = |job: &Task<'_>| catch_unwind(AssertUnwindSafe(|| job(ticket as u32 as usize)));
-        if job.is_some_and(|job| run(job).is_err()) {
-            self.panicked.store(true, Ordering::Relaxed);
+        if let Some(job) = job {
+            // SAFETY: the claimed task is unfinished, so the closure is alive.
+            let job = unsafe { &*job };
+            let run = catch_unwind(AssertUnwindSafe(|| job(ticket as u32 as usize)));
+            self.panicked.fetch_or(run.is_err(), Ordering::Relaxed);
         }
         self.finished.fetch_add(1, Ordering::Release);
         true
@@ -133,19 +137,19 @@ impl Team {
     /// # Panics
     /// When a task panicked.
     pub fn run(&self, count: usize, task: impl Fn(usize) + Sync) {
+        assert!(count < u32::MAX as usize, "too many tasks");
         let job_guard =
             if count > 1 && !self.workers.is_empty() { self.running.try_lock().ok() } else { None };
         let Some(mut number) = job_guard else {
             (0..count).for_each(task);
             return;
         };
-        assert!(count < u32::MAX as usize, "too many tasks");
         *number = number.wrapping_add(1);
         let shared = &*self.shared;
-        let job: &Task<'_> = &task;
-        // SAFETY: the lifetime is extended to `'static` for storage only; this function returns
-        // after every task has finished, and no thread reads the job without an unfinished task.
-        let job: &'static Task<'static> = unsafe { std::mem::transmute(job) };
+        let job: *const Task<'_> = &task;
+        // SAFETY: only the lifetime of the pointee changes. The pointer is followed by threads that
+        // hold an unfinished task, and this function returns after every task has finished.
+        let job: TaskPointer = unsafe { std::mem::transmute(job) };
         // SAFETY: the previous job's tasks have all finished and `running` keeps others out.
         unsafe { *shared.job.get() = Some(job) };
         shared.finished.store(0, Ordering::Relaxed);
@@ -167,10 +171,10 @@ impl Team {
                 std::hint::spin_loop();
             }
         }
+        // Taken before the next job may start, so that each job reports its own panics.
+        let panicked = shared.panicked.swap(false, Ordering::Relaxed);
         drop(number);
-        if shared.panicked.swap(false, Ordering::Relaxed) {
-            panic!("a compute task panicked");
-        }
+        assert!(!panicked, "a compute task panicked");
     }
 
     /// Items per task that give each thread about two tasks, as a multiple of `grain`.
@@ -198,8 +202,8 @@ impl Columns<'_> {
     /// Writes `values` to columns `column ..` of row `row`, which must be this task's.
     #[inline(always)]
     pub fn put(&mut self, row: usize, column: usize, values: &[f32]) {
-        let at = row * self.width + column;
-        let end = column + values.len();
+        assert!(row < self.len / self.width && values.len() <= self.width);
+        let (at, end) = (row * self.width + column, column + values.len());
         assert!(
             column >= self.range.start && end <= self.range.end && at + values.len() <= self.len
         );

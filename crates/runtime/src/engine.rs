@@ -1,7 +1,7 @@
 //! The engine: a loaded model, its experts, and the plan of every byte it may hold.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use container::{Attention, Config, ContainerError, LayerKind, Model, TensorClass};
 use experts::load::ExpertTable;
@@ -54,6 +54,8 @@ pub struct EngineOptions {
     pub prefill_chunk: usize,
     /// Most experts in memory per layer, for tests.
     pub cache_experts: Option<usize>,
+    /// Bytes under the ceiling that the caller holds itself.
+    pub held_bytes: u64,
 }
 
 impl EngineOptions {
@@ -70,6 +72,7 @@ impl EngineOptions {
             sessions: 1,
             prefill_chunk: PREFILL_CHUNK,
             cache_experts: None,
+            held_bytes: 0,
         }
     }
 }
@@ -129,6 +132,7 @@ pub struct Engine {
     context: usize,
     prefill_chunk: usize,
     cache_bytes: u64,
+    turn: Mutex<()>,
     _memory: Vec<Reservation>,
 }
 
@@ -189,7 +193,7 @@ impl Engine {
         let plan = Plan {
             process: machine.rss_bytes().unwrap_or(0),
             dense: planned_dense_bytes(&model, options.int8_classes)?,
-            scratch: scratch_bytes(config, chunk, threads),
+            scratch: scratch_bytes(config, chunk, threads) + options.held_bytes,
             in_flight: LocalExperts::in_flight_bytes(&table),
             expert: table.slot_bytes_max(),
         };
@@ -217,6 +221,7 @@ impl Engine {
             sessions: Ledger::new(kv),
             context,
             prefill_chunk: chunk.min(context),
+            turn: Mutex::new(()),
             _memory: memory,
         })
     }
@@ -280,6 +285,17 @@ impl Engine {
     /// Feeds tokens to several sessions in one pass over the layers. Returns the wanted hidden
     /// states of each work item, `[wanted, hidden]`. On error no session has changed.
     pub fn step(&self, work: &mut [Work<'_>]) -> Result<Vec<Vec<f32>>, StepError> {
+        self.step_observed(work, &mut |_, _| true)
+    }
+
+    /// [`Engine::step`] with an observer that is told layers done and in all, and returns whether
+    /// to go on. Steps of several threads take turns: memory is planned for one.
+    pub fn step_observed(
+        &self,
+        work: &mut [Work<'_>],
+        observe: &mut dyn FnMut(usize, usize) -> bool,
+    ) -> Result<Vec<Vec<f32>>, StepError> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let mut rows = Vec::new();
         for (sequence, item) in work.iter().enumerate() {
             let (used, wanted) = (item.session.tokens.len(), item.tokens.len());
@@ -294,7 +310,7 @@ impl Engine {
         }
         let sequences = work.iter_mut().map(|item| &mut item.session.kv).collect();
         let mut kv = BatchKv { sequences };
-        let hidden = self.family.forward(&self.compute, &rows, &mut kv, &*self.experts)?;
+        let hidden = self.family.forward(&self.compute, &rows, &mut kv, &*self.experts, observe)?;
         let width = self.config().hidden_size;
         let mut first = 0;
         let mut out = Vec::with_capacity(work.len());
@@ -329,8 +345,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Feeds tokens in chunks. `each` gets the wanted hidden states in order; `progress` the
-    /// number of tokens done and returns whether to go on.
+    /// Feeds tokens in chunks. `each` gets the wanted hidden states in order; `progress` is told
+    /// the share done, from 0 to 1, after every layer, and returns whether to go on.
     ///
     /// Returns the number of tokens fed; fewer than given when `progress` said stop.
     pub fn prefill(
@@ -339,7 +355,7 @@ impl Engine {
         tokens: &[u32],
         want: Want,
         each: &mut dyn FnMut(&[f32]) -> Result<(), StepError>,
-        progress: &mut dyn FnMut(usize) -> bool,
+        progress: &mut dyn FnMut(f64) -> bool,
     ) -> Result<usize, StepError> {
         if tokens.len() > session.room() {
             let (used, wanted, context) = (session.tokens.len(), tokens.len(), session.context);
@@ -349,13 +365,17 @@ impl Engine {
         for chunk in tokens.chunks(self.prefill_chunk) {
             let last = done + chunk.len() == tokens.len();
             let want = if want == Want::Last && !last { Want::Nothing } else { want };
+            let mut observe = |layer: usize, layers: usize| {
+                let part = chunk.len() as f64 * layer as f64 / layers as f64;
+                progress((done as f64 + part) / tokens.len() as f64)
+            };
             let work = Work { session: &mut *session, tokens: chunk, want };
-            let hidden = self.step(&mut [work])?;
+            let hidden = match self.step_observed(&mut [work], &mut observe) {
+                Err(StepError::Model(ModelError::Cancelled { .. })) => break,
+                result => result?,
+            };
             each(&hidden[0])?;
             done += chunk.len();
-            if !progress(done) && !last {
-                break;
-            }
         }
         Ok(done)
     }

@@ -43,10 +43,10 @@ pub struct GenerationOptions {
 }
 
 /// Where an answer is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Phase {
-    /// Prompt tokens done, of so many.
-    Prefill(usize, usize),
+    /// Share of the prompt that is done, from 0 to 1.
+    Prefill(f64),
     /// A token of the answer.
     Token(u32),
 }
@@ -66,6 +66,8 @@ pub struct Generated {
     pub prefill_s: f64,
     /// Seconds from the first token to the end.
     pub decode_s: f64,
+    /// Steps taken in them; one more than tokens follow the first where a stop id ended the answer.
+    pub decode_steps: usize,
     /// Prompt tokens fed.
     pub prompt_tokens: usize,
 }
@@ -73,7 +75,7 @@ pub struct Generated {
 impl Generated {
     /// Tokens per second after the first.
     pub fn tokens_per_s(&self) -> f64 {
-        let steps = self.ids.len().saturating_sub(1) as f64;
+        let steps = self.decode_steps as f64;
         if self.decode_s > 0.0 { steps / self.decode_s } else { 0.0 }
     }
 }
@@ -111,13 +113,14 @@ impl<'a> Generation<'a> {
                 hidden = rows.to_vec();
                 Ok(())
             },
-            &mut |done| {
-                going = on(Phase::Prefill(done, prompt.len()));
+            &mut |share| {
+                going = on(Phase::Prefill(share));
                 going
             },
         )?;
         let prefill_s = started.elapsed().as_secs_f64();
-        let mut sampler = Sampler::new(self.options.sampler, 0, session.tokens());
+        let mut sampler =
+            Sampler::new(engine.compute().isa, self.options.sampler, 0, session.tokens());
         let mut fingerprint = Fingerprint::default();
         let mut out = Generated {
             ids: Vec::new(),
@@ -126,6 +129,7 @@ impl<'a> Generation<'a> {
             ttft_s: prefill_s,
             prefill_s,
             decode_s: 0.0,
+            decode_steps: 0,
             prompt_tokens: fed,
         };
         let mut first_token = None;
@@ -156,6 +160,7 @@ impl<'a> Generation<'a> {
                 }
                 let work = Work { session: &mut *session, tokens: &[token], want: Want::Last };
                 hidden = engine.step(&mut [work])?.swap_remove(0);
+                out.decode_steps += 1;
             }
         }
         out.decode_s = first_token.map_or(0.0, |first: Instant| first.elapsed().as_secs_f64());

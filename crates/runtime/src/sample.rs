@@ -68,6 +68,7 @@ impl SamplerOptions {
 
 /// Chooses the tokens of one answer.
 pub struct Sampler {
+    isa: Isa,
     options: SamplerOptions,
     rng: ChaCha8Rng,
     generated: u64,
@@ -77,7 +78,7 @@ pub struct Sampler {
 
 impl Sampler {
     /// A sampler for choice number `choice` of a request, after `prompt`.
-    pub fn new(options: SamplerOptions, choice: u32, prompt: &[u32]) -> Sampler {
+    pub fn new(isa: Isa, options: SamplerOptions, choice: u32, prompt: &[u32]) -> Sampler {
         let mut key = [0; 32];
         key[..8].copy_from_slice(&options.seed.to_le_bytes());
         key[8..12].copy_from_slice(&choice.to_le_bytes());
@@ -85,7 +86,7 @@ impl Sampler {
         for token in prompt {
             seen.entry(*token).or_insert((0, 0)).0 += 1;
         }
-        Sampler { options, rng: ChaCha8Rng::from_seed(key), generated: 0, seen }
+        Sampler { isa, options, rng: ChaCha8Rng::from_seed(key), generated: 0, seen }
     }
 
     /// Chooses the next token from raw logits and remembers it.
@@ -132,10 +133,12 @@ impl Sampler {
         }
         let keep = if options.top_k == 0 { logits.len() } else { options.top_k };
         let order = topk::top_k(logits, keep.min(logits.len()));
-        let mut weights: Vec<f32> =
-            order.iter().map(|token| logits[*token as usize] / options.temperature).collect();
-        let best = weights.first().copied().unwrap_or(0.0);
-        function::exp_minus(Isa::detect(), &mut weights, best);
+        // Differences from the best logit are at most 0, so no temperature makes them overflow
+        // upwards; what overflows downwards has weight 0.
+        let best = order.first().map_or(0.0, |token| logits[*token as usize]);
+        let scaled = |token: &u32| (logits[*token as usize] - best) / options.temperature;
+        let mut weights: Vec<f32> = order.iter().map(scaled).collect();
+        function::exp_minus(self.isa, &mut weights, 0.0);
         let mass = |weights: &[f32]| weights.iter().fold(0.0f64, |sum, w| sum + f64::from(*w));
         if options.top_p < 1.0 {
             let target = f64::from(options.top_p) * mass(&weights);
@@ -171,7 +174,7 @@ mod tests {
     }
 
     fn draw(options: SamplerOptions, logits: &[f32], count: usize) -> Vec<u32> {
-        let mut sampler = Sampler::new(options, 0, &[]);
+        let mut sampler = Sampler::new(Isa::detect(), options, 0, &[]);
         (0..count).map(|_| sampler.next(logits)).collect()
     }
 
@@ -187,9 +190,17 @@ mod tests {
         assert_eq!(first, draw(options(1.0), &logits, 40));
         let other_seed = SamplerOptions { seed: 8, ..options(1.0) };
         assert_ne!(first, draw(other_seed, &logits, 40));
-        let mut other_choice = Sampler::new(options(1.0), 1, &[]);
+        let mut other_choice = Sampler::new(Isa::detect(), options(1.0), 1, &[]);
         let drawn: Vec<u32> = (0..40).map(|_| other_choice.next(&logits)).collect();
         assert_ne!(first, drawn);
+    }
+
+    #[test]
+    fn the_least_temperature_takes_the_best_token() {
+        for temperature in [f32::from_bits(1), 1e-38, 1e-20] {
+            let drawn = draw(options(temperature), &[1.0, 3.0, -2.0, 2.9], 20);
+            assert!(drawn.iter().all(|token| *token == 1), "{temperature}: {drawn:?}");
+        }
     }
 
     #[test]
@@ -224,8 +235,9 @@ mod tests {
     #[test]
     fn penalties_follow_their_definitions() {
         let base = SamplerOptions::default();
-        let next =
-            |options, logits: &[f32], prompt: &[u32]| Sampler::new(options, 0, prompt).next(logits);
+        let next = |options, logits: &[f32], prompt: &[u32]| {
+            Sampler::new(Isa::detect(), options, 0, prompt).next(logits)
+        };
         let repetition = SamplerOptions { repetition_penalty: 2.0, ..base };
         assert_eq!(next(repetition, &[3.0, 2.0], &[0]), 1);
         assert_eq!(next(repetition, &[-1.0, -1.5], &[0]), 1);

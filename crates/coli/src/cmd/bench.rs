@@ -1,6 +1,6 @@
 //! `coli bench`: speed beside the physical limit.
 
-use lab::bench::decode;
+use lab::bench::{READ_BYTES, decode};
 use serde_json::json;
 
 use crate::args::{BenchArgs, BenchCommand, BenchDecodeArgs};
@@ -13,7 +13,7 @@ pub fn run(args: &BenchArgs) -> Outcome {
 }
 
 fn run_decode(args: &BenchDecodeArgs) -> Outcome {
-    let engine = model::open(&args.engine)?;
+    let engine = model::open_holding(&args.engine, READ_BYTES as u64)?;
     let figures = decode(&engine, args.tokens, args.reps)?;
     if args.json {
         output::print_json(&json!({

@@ -1,12 +1,14 @@
 //! `coli chat`: a conversation with line editing, history and multi-line paste.
 
 use std::borrow::Cow;
-use std::io::{BufRead, IsTerminal};
+use std::io::{BufRead, IsTerminal, Read};
 
 use container::{ChatTemplate, Tokenizer};
 use reedline::{Prompt, PromptEditMode, PromptHistorySearch, Reedline, Signal};
 use runtime::machine::Machine;
-use runtime::{Engine, Generation, GenerationOptions, Phase, SamplerOptions, Session};
+use runtime::{
+    Engine, FinishReason, Generation, GenerationOptions, Phase, SamplerOptions, Session,
+};
 use serde_json::{Map, Value, json};
 
 use crate::args::ChatArgs;
@@ -14,6 +16,9 @@ use crate::cmd::run::{Stream, figures};
 use crate::failure::Failure;
 use crate::progress::Progress;
 use crate::{Outcome, interrupt, model, output};
+
+/// Longest line taken from a pipe.
+const LINE_BYTES_MAX: u64 = 1 << 20;
 
 const HELP: &str = "\
 /reset   forget the conversation
@@ -30,10 +35,10 @@ pub fn run(args: &ChatArgs) -> Outcome {
     let engine = model::open(&args.engine)?;
     if let Some(on) = args.thinking {
         check_thinking(&engine, &template)?;
-        eprintln!("thinking {}", if on { "on" } else { "off" });
+        note!("thinking {}", if on { "on" } else { "off" });
     }
     if sampler.temperature > 0.0 {
-        eprintln!("seed {}", sampler.seed);
+        note!("seed {}", sampler.seed);
     }
     let session = engine.session()?;
     let mut chat = Chat {
@@ -51,11 +56,19 @@ pub fn run(args: &ChatArgs) -> Outcome {
     chat.reset();
     interrupt::listen();
     if std::io::stdin().is_terminal() {
-        eprintln!("Type a message; /help lists commands.");
+        note!("Type a message; /help lists commands.");
         chat.talk_to_terminal()
     } else {
-        for line in std::io::stdin().lock().lines() {
-            if !chat.take(&line?)? {
+        let mut stdin = std::io::stdin().lock();
+        loop {
+            let mut line = String::new();
+            if (&mut stdin).take(LINE_BYTES_MAX).read_line(&mut line)? == 0 {
+                break;
+            }
+            if line.len() as u64 == LINE_BYTES_MAX {
+                return Err(Failure::usage(format!("a line of more than {LINE_BYTES_MAX} bytes")));
+            }
+            if !chat.take(line.trim_end_matches(['\r', '\n']))? {
                 break;
             }
         }
@@ -127,7 +140,7 @@ impl Chat<'_> {
                     }
                 }
                 Ok(Signal::CtrlD) => return Ok(()),
-                Ok(_) => eprintln!("(Ctrl-D or /quit leaves)"),
+                Ok(_) => note!("(Ctrl-D or /quit leaves)"),
                 Err(error) => return Err(error.into()),
             }
         }
@@ -201,6 +214,9 @@ impl Chat<'_> {
             self.answer_ids.clear();
             self.prompt()?
         };
+        if target.is_empty() {
+            return Err(Failure::usage("the chat template makes nothing of the conversation"));
+        }
         target.extend_from_slice(&self.answer_ids);
         // What the session holds of it stays; at least one token must be fed to go on from.
         let held = self.session.tokens().iter().zip(&target).take_while(|(a, b)| a == b).count();
@@ -223,11 +239,11 @@ impl Chat<'_> {
             fingerprint: false,
         };
         let mut stream = Stream::new(Some(self.tokenizer), true);
-        let mut progress = Progress::count("reading the prompt");
+        let mut progress = Progress::share("reading the prompt");
         let generated =
             Generation::new(self.engine, options).run(&mut self.session, &fed, &mut |phase| {
                 match phase {
-                    Phase::Prefill(done, total) => progress.set(done as u64, total as u64),
+                    Phase::Prefill(share) => progress.set_share(share),
                     Phase::Token(token) => stream.push(token),
                 }
                 !interrupt::asked()
@@ -235,6 +251,14 @@ impl Chat<'_> {
         drop(progress);
         stream.finish();
         let generated = generated?;
+        if generated.ids.is_empty() && generated.finish == FinishReason::Cancelled {
+            // Stopped before the answer began: the message is taken back.
+            if !more {
+                self.messages.pop();
+            }
+            note!("(stopped; the message was not answered)");
+            return Ok(());
+        }
         self.answer_ids.extend_from_slice(&generated.ids);
         let text = self.tokenizer.decode(&self.answer_ids, true)?;
         let message = json!({"role": "assistant", "content": text});
@@ -242,7 +266,7 @@ impl Chat<'_> {
             self.messages.pop();
         }
         self.messages.push(message);
-        eprintln!("{}", figures(self.engine, &generated));
+        note!("{}", figures(self.engine, &generated));
         Ok(())
     }
 

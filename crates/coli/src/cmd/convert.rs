@@ -41,12 +41,12 @@ pub fn run(args: &ConvertArgs) -> Outcome {
     let threads = args.threads.unwrap_or_else(|| Machine::default().compute_threads());
     let conversion =
         Conversion::plan(&args.source, &args.destination, &choice, args.shard_gb, threads)?;
-    eprint!("{}", describe(conversion.the_plan()));
+    note_part!("{}", describe(conversion.the_plan()));
     let plan = plan_json(conversion.the_plan());
     if conversion.is_complete() {
-        eprintln!("{} is complete already; nothing to do", args.destination.display());
+        note!("{} is complete already; nothing to do", args.destination.display());
     } else if args.dry_run {
-        eprintln!("dry run: nothing was written");
+        note!("dry run: nothing was written");
     }
     if conversion.is_complete() || args.dry_run {
         if args.json {
@@ -56,7 +56,7 @@ pub fn run(args: &ConvertArgs) -> Outcome {
     }
     let (done, shards) = conversion.resumed();
     if done > 0 {
-        eprintln!("resuming: {done} of {shards} files are done");
+        note!("resuming: {done} of {shards} files are done");
     }
     let mut progress = Progress::bytes("converting");
     let manifest = conversion.run(&mut |done, total| progress.set(done, total))?;

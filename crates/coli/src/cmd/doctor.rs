@@ -3,9 +3,11 @@
 use container::{ChatTemplate, Model, Tokenizer};
 use experts::{FileSet, Reader};
 use lab::check::check_tensors;
+use lab::manifest::{FileRecord, Manifest, record};
 use runtime::machine::Machine;
 use runtime::{Engine, Want, Work};
 use serde_json::json;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::args::DoctorArgs;
@@ -131,11 +133,16 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
     for warning in &report.warnings {
         checks.add("container", State::Warn, warning.clone(), "see docs/formats.md");
     }
-    if report.unused.0 > 0 {
-        let (count, names) = &report.unused;
-        let detail =
-            format!("{count} stored tensors that nothing uses, first {}", names.join(", "));
-        checks.add("unused", State::Skip, detail, "");
+    if let Some(unused) = model::unused(report) {
+        checks.add("unused", State::Warn, unused, "check that config.json is this model's");
+    }
+    for ((class, format), used) in &report.stored {
+        if used.tensors > 0 && ["int4-row", "int2-row"].contains(&format.as_str()) {
+            let detail = format!("{} are stored as {format}", class.name());
+            let remedy =
+                "one scale per row is known to answer poorly; int4-g64 costs 6 % more bytes";
+            checks.add("format", State::Warn, detail, remedy);
+        }
     }
     examine_text(&opened, &dirs[0], checks);
     if opened.config.stop_ids.is_empty() {
@@ -153,6 +160,7 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
         checks.add("tensors", State::Skip, detail, "coli doctor --deep reads every byte");
         return Ok(());
     }
+    examine_manifest(&dirs, checks);
     let files = FileSet::open(opened.shards.files().iter().map(|file| file.path.as_path()));
     match files {
         Err(error) => checks.fail("tensors", error.to_string(), "see the message"),
@@ -184,6 +192,31 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
         Err(reported) => return Err(reported),
     }
     Ok(())
+}
+
+/// Compares every file of a converted container with the hash in its manifest.
+fn examine_manifest(dirs: &[PathBuf], checks: &mut Checks) {
+    for dir in dirs {
+        let manifest = match Manifest::load(dir) {
+            Ok(Some(manifest)) => manifest,
+            Ok(None) => continue,
+            Err(error) => {
+                checks.add("manifest", State::Warn, error.to_string(), "convert again");
+                continue;
+            }
+        };
+        let differs =
+            |file: &&FileRecord| record(dir, &file.name).map_or(true, |found| found != **file);
+        match manifest.files.iter().find(differs) {
+            Some(file) => checks.fail(
+                "manifest",
+                format!("{} is not what was converted", dir.join(&file.name).display()),
+                "give the same convert command again; it writes damaged files anew",
+            ),
+            None => checks
+                .pass("manifest", output::counted(manifest.files.len(), "file") + " as converted"),
+        }
+    }
 }
 
 fn examine_text(opened: &Model, dir: &std::path::Path, checks: &mut Checks) {

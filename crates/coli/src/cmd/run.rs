@@ -1,6 +1,6 @@
 //! `coli run`: one generation.
 
-use std::io::{IsTerminal, Read};
+use std::io::IsTerminal;
 
 use container::{Config, Tokenizer};
 use numerics::NUMERICS_VERSION;
@@ -12,7 +12,10 @@ use serde_json::json;
 use crate::args::RunArgs;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::{Outcome, interrupt, model, output};
+use crate::{Outcome, input, interrupt, model, output};
+
+/// Bytes per token that no text reaches on average.
+const TOKEN_BYTES_MAX: u64 = 64;
 
 pub fn run(args: &RunArgs) -> Outcome {
     let sampler = model::sampler(&args.sampling)?;
@@ -20,7 +23,9 @@ pub fn run(args: &RunArgs) -> Outcome {
     let (tokenizer, text) = match &args.ids {
         Some(_) => (None, String::new()),
         None => {
-            let text = prompt_text(args)?;
+            // Text far beyond the context is refused before a tokenizer sees it.
+            let limit_bytes = (config.max_position as u64).saturating_mul(TOKEN_BYTES_MAX);
+            let text = prompt_text(args, limit_bytes)?;
             (Some(model::tokenizer(&args.engine.model)?), text)
         }
     };
@@ -38,7 +43,7 @@ pub fn run(args: &RunArgs) -> Outcome {
     let mut session = engine.session()?;
     check_fits(prompt.len(), session.context())?;
     if sampler.temperature > 0.0 {
-        eprintln!("seed {}", sampler.seed);
+        note!("seed {}", sampler.seed);
     }
     let options = GenerationOptions {
         max_tokens: args.sampling.max_tokens,
@@ -52,10 +57,10 @@ pub fn run(args: &RunArgs) -> Outcome {
         say_part!("{text}");
     }
     let mut stream = Stream::new(tokenizer.as_ref(), !args.json);
-    let mut progress = Progress::count("reading the prompt");
+    let mut progress = Progress::share("reading the prompt");
     let generated = Generation::new(&engine, options).run(&mut session, &prompt, &mut |phase| {
         match phase {
-            Phase::Prefill(done, total) => progress.set(done as u64, total as u64),
+            Phase::Prefill(share) => progress.set_share(share),
             Phase::Token(token) => stream.push(token),
         }
         !interrupt::asked()
@@ -67,9 +72,9 @@ pub fn run(args: &RunArgs) -> Outcome {
         output::print_json(&json_figures(&engine, &generated, text, sampler));
     } else {
         if let Some(fingerprint) = &generated.fingerprint {
-            eprintln!("fingerprint {fingerprint}");
+            note!("fingerprint {fingerprint}");
         }
-        eprintln!("{}", figures(&engine, &generated));
+        note!("{}", figures(&engine, &generated));
     }
     Ok(())
 }
@@ -85,16 +90,17 @@ fn check_fits(tokens: usize, context: usize) -> Result<(), Failure> {
     )))
 }
 
-fn prompt_text(args: &RunArgs) -> Result<String, Failure> {
+fn prompt_text(args: &RunArgs, limit_bytes: u64) -> Result<String, Failure> {
     let from_stdin = || {
-        let mut text = String::new();
-        std::io::stdin().read_to_string(&mut text).map_err(|error| {
-            Failure::usage(format!("cannot read the prompt from stdin: {error}"))
-        })?;
-        Ok(text)
+        input::read_text(std::io::stdin(), limit_bytes)
+            .map_err(|what| Failure::usage(format!("the prompt on stdin: {what}")))
     };
     match args.prompt.as_deref() {
         Some("-") => from_stdin(),
+        Some(text) if text.len() as u64 > limit_bytes => Err(Failure::usage(format!(
+            "the prompt has {} bytes; no text of more than {limit_bytes} fits this model's context",
+            text.len()
+        ))),
         Some(text) => Ok(text.to_owned()),
         None if std::io::stdin().is_terminal() => {
             Err(Failure::usage("give a prompt, such as coli run \"Once upon a time\""))

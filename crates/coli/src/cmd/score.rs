@@ -11,10 +11,10 @@ use serde_json::json;
 use crate::args::ScoreArgs;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::{Outcome, model, output};
+use crate::{Outcome, input, model, output};
 
 /// Largest input read.
-const INPUT_BYTES_MAX: u64 = 1 << 30;
+const INPUT_BYTES_MAX: u64 = 256 << 20;
 
 #[derive(Deserialize)]
 struct Case {
@@ -30,7 +30,9 @@ pub fn run(args: &ScoreArgs) -> Outcome {
         (None, Some(path)) => (path, false),
         (None, None) => return Err(Failure::usage("give a FILE.jsonl or --text FILE")),
     };
-    let input = read(path)?;
+    let input = input::read_file(path, INPUT_BYTES_MAX)?;
+    // Encoded before memory is planned, so that the plan knows what it took.
+    let text_ids = if is_text { tokenizer.encode(&input, false)? } else { Vec::new() };
     let engine = model::open(&args.engine)?;
     let prefix = match &args.prefix {
         Some(text) if text.is_empty() => Vec::new(),
@@ -38,15 +40,15 @@ pub fn run(args: &ScoreArgs) -> Outcome {
         None => model::family_prefix(engine.config().family, &tokenizer),
     };
     let shown = tokenizer.decode(&prefix, false)?;
-    eprintln!(
+    note!(
         "prefix {}",
         if prefix.is_empty() { "none".to_owned() } else { format!("{shown:?}, once per case") }
     );
     let (total, cases) = if is_text {
-        let ids = tokenizer.encode(&input, false)?;
         let window = args.window.unwrap_or_else(|| engine.context());
+        check_window(window, prefix.len(), engine.context())?;
         let mut progress = Progress::count("scoring");
-        let score = score_text(&engine, &prefix, &ids, window, &mut |done, total| {
+        let score = score_text(&engine, &prefix, &text_ids, window, &mut |done, total| {
             progress.set(done as u64, total as u64);
         })?;
         (score, Vec::new())
@@ -86,13 +88,20 @@ pub fn run(args: &ScoreArgs) -> Outcome {
     Ok(())
 }
 
-fn read(path: &Path) -> Result<String, Failure> {
-    let unusable = |what: String| Failure::usage(format!("{}: {what}", path.display()));
-    let size = std::fs::metadata(path).map_err(|error| unusable(error.to_string()))?.len();
-    if size > INPUT_BYTES_MAX {
-        return Err(unusable(format!("{size} bytes, at most {INPUT_BYTES_MAX} are read")));
+/// Refuses a window that cannot be honoured.
+fn check_window(window: usize, prefix: usize, context: usize) -> Result<(), Failure> {
+    if window > context {
+        return Err(Failure::usage(format!(
+            "--window {window} is longer than the context of {context}; raise --ctx"
+        )));
     }
-    std::fs::read_to_string(path).map_err(|error| unusable(error.to_string()))
+    if window < prefix + 2 {
+        return Err(Failure::usage(format!(
+            "--window {window} leaves no room to score; with this prefix it must be at least {}",
+            prefix + 2
+        )));
+    }
+    Ok(())
 }
 
 fn score_cases(

@@ -123,6 +123,8 @@ fn environment_variables_are_options_parsed_as_strictly() {
     assert!(out.stderr.contains("lots"), "{}", out.stderr);
     let out = finish(coli().args(["run", "x"]).env("COLI_ISA", "neon")).expect(2);
     assert!(out.stderr.contains("neon"), "{}", out.stderr);
+    let out = finish(coli().args(["info"]).env("COLI_RAMM", "1")).expect(2);
+    assert!(out.stderr.contains("COLI_RAMM"), "{}", out.stderr);
     let args = ["run", "x", "--max-tokens", "3", "--json"];
     let json = finish(coli().args(args).env("COLI_ISA", "scalar").env("COLI_CTX", "64")).expect(0);
     let json = json.json();

@@ -1,6 +1,8 @@
 use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
 
-use crate::support::{arg, fixture, hummingbird, run};
+use crate::support::{arg, coli, fixture, hummingbird, run};
 
 fn files(dir: &Path) -> Vec<(String, blake3::Hash)> {
     let mut files: Vec<_> = std::fs::read_dir(dir)
@@ -15,12 +17,14 @@ fn files(dir: &Path) -> Vec<(String, blake3::Hash)> {
     files
 }
 
-const FORMATS: [&str; 12] = [
+const FORMATS: [&str; 14] = [
     "f32",
     "bf16",
     "f16",
     "int8-row",
     "int4-row",
+    "int2-row",
+    "int4-g16",
     "int4-g32",
     "int4-g64",
     "int3-g64",
@@ -163,4 +167,77 @@ fn requests_that_cannot_be_honoured_are_refused_before_anything_is_written() {
     let args = ["convert", arg(&source), arg(&to), "--experts", "int8", "--dry-run"];
     run(&args).expect(0);
     assert!(!to.exists());
+}
+
+#[test]
+fn a_conversion_killed_again_and_again_ends_with_the_same_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, cut) = (dir.path().join("whole"), dir.path().join("cut"));
+    let source = hummingbird();
+    let args = |to: &Path| {
+        let args =
+            ["convert", arg(&source), arg(to), "--experts", "int4-g32", "--shard-gb", "0.002"];
+        args.map(str::to_owned)
+    };
+    run(&args(&whole)).expect(0);
+    for pause_ms in [20, 60, 120, 200] {
+        let mut child = coli().args(args(&cut)).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::park_timeout(Duration::from_millis(pause_ms));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    run(&args(&cut)).expect(0);
+    assert_eq!(files(&cut), files(&whole));
+}
+
+#[test]
+fn damaged_files_of_a_finished_conversion_are_written_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let to = dir.path().join("out");
+    let source = hummingbird();
+    let args = ["convert", arg(&source), arg(&to), "--experts", "int4-g32", "--shard-gb", "0.005"];
+    run(&args).expect(0);
+    let before = files(&to);
+    std::fs::write(to.join("config.json"), "").unwrap();
+    let shard = to.join(&before.iter().find(|(name, _)| name.contains("00002")).unwrap().0);
+    let mut bytes = std::fs::read(&shard).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    let doctor = run(&["doctor", "--model", arg(&to), "--deep"]).expect(2);
+    assert!(doctor.stdout.contains("config.json"), "{}", doctor.stdout);
+    run(&args).expect(0);
+    assert_eq!(files(&to), before);
+}
+
+#[test]
+fn two_conversions_into_one_directory_are_kept_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    let to = dir.path().join("out");
+    std::fs::create_dir(&to).unwrap();
+    let source = fixture("glm-fp8-checkpoint");
+    let args = ["convert", arg(&source), arg(&to), "--experts", "int8"];
+    let lock = lab::manifest::DirLock::take(&to).unwrap();
+    let refused = run(&args).expect(2);
+    assert!(refused.stderr.contains("another process"), "{}", refused.stderr);
+    drop(lock);
+    run(&args).expect(0);
+    let onto_itself = run(&["convert", arg(&source), arg(&source), "--experts", "int8"]).expect(2);
+    assert!(onto_itself.stderr.contains("source itself"), "{}", onto_itself.stderr);
+}
+
+#[test]
+fn an_unfinished_conversion_is_not_run_and_a_class_the_model_lacks_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let to = dir.path().join("out");
+    let source = fixture("olmoe-mha");
+    run(&["convert", arg(&source), arg(&to), "--experts", "int8"]).expect(0);
+    let manifest = to.join("colibri.json");
+    let text = std::fs::read_to_string(&manifest).unwrap();
+    std::fs::write(&manifest, text.replace("\"complete\": true", "\"complete\": false")).unwrap();
+    let out = run(&["run", "--model", arg(&to), "--ids", "1"]).expect(2);
+    assert!(out.stderr.contains("unfinished"), "{}", out.stderr);
+    let other = dir.path().join("other");
+    let out = run(&["convert", arg(&source), arg(&other), "--kv-b", "int8"]).expect(2);
+    assert!(out.stderr.contains("--kv-b"), "{}", out.stderr);
 }

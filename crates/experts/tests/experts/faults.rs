@@ -123,3 +123,44 @@ fn two_requests_for_one_missing_expert_share_a_read() {
     }
     assert_eq!(cache.counters().loads.load(Ordering::Relaxed), 1);
 }
+
+#[test]
+fn a_loader_that_panics_fails_its_request_and_the_next_one_is_served() {
+    let model = model();
+    let table = table(&model);
+    let layer = (0..table.layers()).find(|layer| !table.layer(*layer).is_empty()).unwrap();
+    let options =
+        CacheOptions { capacity_bytes: table.slot_bytes_max(), per_layer_max: None, loaders: 1 };
+    let reader = reader(&model, |call, _, _, _| {
+        assert!(call > 0, "a bug in the first read");
+        Answer::Real
+    });
+    let cache = ExpertCache::new(table, reader, options).unwrap();
+    let (_, mut pending) = cache.request(layer, &[0]);
+    let (_, result) = pending.next().unwrap();
+    assert!(matches!(&*result.err().unwrap(), LoadError::Panicked { .. }));
+    assert_eq!(cache.bytes(), 0);
+    let (_, mut pending) = cache.request(layer, &[0]);
+    assert!(pending.next().unwrap().1.is_ok());
+}
+
+#[test]
+fn loads_that_nobody_waits_for_any_more_are_not_begun() {
+    let model = model();
+    let table = table(&model);
+    let layer = (0..table.layers()).find(|layer| !table.layer(*layer).is_empty()).unwrap();
+    // One slot: while its lease is held no further load can begin.
+    let options =
+        CacheOptions { capacity_bytes: table.slot_bytes_max(), per_layer_max: None, loaders: 2 };
+    let cache =
+        ExpertCache::new(table, reader(&model, |_, _, _, _| Answer::Real), options).unwrap();
+    let (_, mut first) = cache.request(layer, &[0]);
+    let lease = first.next().unwrap().1.unwrap();
+    let (_, abandoned) = cache.request(layer, &[1, 2, 3, 4, 5]);
+    drop(abandoned);
+    drop(lease);
+    let (_, mut last) = cache.request(layer, &[6]);
+    assert!(last.next().unwrap().1.is_ok());
+    // The loader may have taken one of the abandoned experts off the queue before.
+    assert!(cache.counters().loads.load(Ordering::Relaxed) <= 4);
+}

@@ -3,8 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use container::{FileId, Model};
 use experts::load::ExpertTable;
@@ -34,7 +34,9 @@ pub struct FakeDisk {
 impl RawFiles for FakeDisk {
     fn read_at(&self, file: FileId, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
         let call = self.calls.fetch_add(1, Ordering::SeqCst);
-        let answer = (self.script.lock().unwrap())(call, file, offset, buffer.len());
+        let mut script = self.script.lock().unwrap_or_else(PoisonError::into_inner);
+        let answer = script(call, file, offset, buffer.len());
+        drop(script);
         match answer {
             Answer::Real => self.real.read_at(file, offset, buffer),
             Answer::Short(max) => {

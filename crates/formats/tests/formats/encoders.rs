@@ -13,7 +13,7 @@ fn relative_error(format: Format, rows: usize, cols: usize) -> f64 {
     let (mut error, mut energy) = (0.0, 0.0);
     let mut row = vec![0.0; cols];
     for (r, want) in values.chunks_exact(cols).enumerate() {
-        tensor.view().decode_row(r, &mut row);
+        tensor.view().decode_row(Isa::detect(), r, &mut row);
         if format.is_rotated() {
             Rotation::new(cols).invert(Isa::detect(), &mut row);
         }
@@ -67,7 +67,7 @@ fn zeros_encode_to_zeros_and_tiny_values_stay_finite() {
             let desc = MatrixDesc::for_rows(format, 16, 96).unwrap();
             let tensor = QTensor::from_canonical(desc, &encoded.weights, &encoded.scales).unwrap();
             let mut row = vec![1.0; 96];
-            tensor.view().decode_row(3, &mut row);
+            tensor.view().decode_row(Isa::detect(), 3, &mut row);
             let exact = value != 0.0 || row.iter().all(|v| *v == 0.0);
             assert!(exact && row.iter().all(|v| v.abs() < 1e-34), "{format} {value:e}: {row:?}");
         }

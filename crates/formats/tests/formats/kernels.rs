@@ -22,7 +22,7 @@ fn decoded(encoded: &Encoded) -> Vec<f32> {
     let rows = QTensor::from_canonical(desc, &encoded.weights, &encoded.scales).unwrap();
     let mut out = vec![0.0; encoded.rows * encoded.cols];
     for (row, out) in out.chunks_exact_mut(encoded.cols).enumerate() {
-        rows.view().decode_row(row, out);
+        rows.view().decode_row(Isa::detect(), row, out);
     }
     out
 }
@@ -125,7 +125,7 @@ fn canonical_bytes_survive_the_tile_layout() {
             let tiles = tensor(&encoded);
             let (want, mut got) = (decoded(&encoded), vec![0.0; cols]);
             for (row, want) in want.chunks_exact(cols).enumerate() {
-                tiles.view().decode_row(row, &mut got);
+                tiles.view().decode_row(Isa::detect(), row, &mut got);
                 let same = got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits());
                 assert!(same, "{format} [{rows}, {cols}] row {row}");
             }
