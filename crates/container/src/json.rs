@@ -53,7 +53,10 @@ pub(crate) fn read_optional(
 ) -> Result<Option<Vec<u8>>, ContainerError> {
     let metadata = match fs::metadata(path) {
         Ok(metadata) => metadata,
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+        // A link that leads nowhere is an unfinished download, not an absent file.
+        Err(e) if e.kind() == ErrorKind::NotFound && fs::symlink_metadata(path).is_err() => {
+            return Ok(None);
+        }
         Err(e) => return Err(ContainerError::io(path, "look at the file", e)),
     };
     if !metadata.is_file() {

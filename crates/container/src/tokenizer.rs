@@ -145,10 +145,20 @@ impl Tokenizer {
         path: PathBuf,
     ) -> Result<Tokenizer, ContainerError> {
         let unusable = |message: String| ContainerError::Tokenizer { path: path.clone(), message };
-        tokenizer_file::check(json).map_err(unusable)?;
+        let added = tokenizer_file::check(json).map_err(unusable)?;
         let mut inner =
             guard(|| tokenizers::Tokenizer::from_bytes(json).map_err(|e| e.to_string()))
                 .map_err(unusable)?;
+        for (content, id) in added {
+            // The library numbers added tokens itself; another number than the file's would be
+            // another token to the model.
+            let given = inner.token_to_id(&content);
+            if given != Some(id) {
+                return Err(unusable(format!(
+                    "added token {content:?} has id {id}, but {given:?} by its place in the file"
+                )));
+            }
+        }
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| unusable(e.to_string()))?;
         if let Some(config) = config {

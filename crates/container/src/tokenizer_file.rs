@@ -6,6 +6,8 @@
 
 use std::collections::{HashMap, HashSet};
 
+use serde_json::Value;
+
 use crate::config::MAX_VOCAB;
 use crate::tokenizer_config::MAX_ADDED;
 
@@ -14,6 +16,10 @@ struct File {
     model: Model,
     #[serde(default)]
     added_tokens: Option<Vec<Added>>,
+    #[serde(default)]
+    normalizer: Option<Value>,
+    #[serde(default)]
+    decoder: Option<Value>,
 }
 
 #[derive(serde::Deserialize)]
@@ -41,8 +47,9 @@ struct Added {
     content: String,
 }
 
-/// Refuses a file that is not a consistent byte-pair tokenizer; the text is the reason.
-pub(crate) fn check(json: &[u8]) -> Result<(), String> {
+/// Refuses a file that is not a consistent byte-pair tokenizer; the text is the reason. Returns the
+/// added tokens with the ids that the file gives them.
+pub(crate) fn check(json: &[u8]) -> Result<Vec<(String, u32)>, String> {
     let kind: KindOnly = serde_json::from_slice(json).map_err(|e| e.to_string())?;
     // Files of old versions have no type; those with merges are BPE.
     if kind.model.kind.as_deref().is_some_and(|kind| kind != "BPE") {
@@ -66,7 +73,51 @@ pub(crate) fn check(json: &[u8]) -> Result<(), String> {
         }
     }
     check_ids(&file)?;
-    check_merges(model)
+    check_merges(model)?;
+    for steps in [&file.normalizer, &file.decoder].into_iter().flatten() {
+        let growth = growth(steps, 0)?;
+        if growth > MAX_GROWTH {
+            return Err(format!(
+                "its replacements can make a text {growth:.0} times as long, {MAX_GROWTH} at most"
+            ));
+        }
+    }
+    let added = file.added_tokens.unwrap_or_default();
+    Ok(added.into_iter().map(|token| (token.content, token.id)).collect())
+}
+
+/// Most times longer that the replacements of a tokenizer together may make a text; real ones put
+/// three bytes for one.
+const MAX_GROWTH: f64 = 64.0;
+/// Deepest nesting of sequences.
+const MAX_NESTING: usize = 8;
+
+/// How many times longer a normalizer or decoder can make a text.
+fn growth(step: &Value, depth: usize) -> Result<f64, String> {
+    if depth > MAX_NESTING {
+        return Err(format!("sequences nested more than {MAX_NESTING} deep"));
+    }
+    if let Some(Value::Array(steps)) = step.get("normalizers").or_else(|| step.get("decoders")) {
+        let mut product = 1.0;
+        for step in steps {
+            product *= growth(step, depth + 1)?;
+        }
+        return Ok(product);
+    }
+    let length = |value: Option<&Value>| value.and_then(Value::as_str).map(str::len);
+    match step.get("type").and_then(Value::as_str) {
+        Some("Replace") => {
+            let content = length(step.get("content")).unwrap_or(0) as f64;
+            match length(step.get("pattern").and_then(|pattern| pattern.get("String"))) {
+                Some(0) => Err("a replacement of the empty text".to_owned()),
+                Some(pattern) => Ok((content / pattern as f64).max(1.0)),
+                // A regular expression may match a single byte.
+                None => Ok(content.max(1.0)),
+            }
+        }
+        Some("Prepend") => Ok(1.0 + length(step.get("prepend")).unwrap_or(0) as f64),
+        _ => Ok(1.0),
+    }
 }
 
 #[derive(serde::Deserialize)]

@@ -291,3 +291,29 @@ fn the_bundled_tokenizer_round_trips() {
     let bytes: Vec<u8> = ids.iter().flat_map(|id| tokenizer.token_bytes(*id).unwrap()).collect();
     assert_eq!(bytes, text.as_bytes());
 }
+
+#[test]
+fn replacements_that_blow_a_text_up_are_refused() {
+    let replace = |pattern: &str, content: &str| json!({"type": "Replace", "pattern": {"String": pattern}, "content": content});
+    let mut file = tokenizer_json(&[], json!([]), json!([]));
+    file["normalizer"] = replace(" ", "\u{2581}");
+    load(&file, None).unwrap();
+    for bad in [
+        replace("", "x"),
+        replace("e", &"e".repeat(1000)),
+        json!({"type": "Sequence", "normalizers": vec![replace("e", "eeee"); 4]}),
+    ] {
+        file["normalizer"] = bad;
+        let error = load(&file, None).unwrap_err().to_string();
+        assert!(error.contains("replacement"), "{error}");
+    }
+}
+
+#[test]
+fn an_added_token_keeps_the_id_of_the_file_or_is_refused() {
+    let vocab = byte_vocab(&[]).as_object().unwrap().len() as u32;
+    load(&tokenizer_json(&[], json!([]), json!([added(vocab, "<x>", true)])), None).unwrap();
+    let far = tokenizer_json(&[], json!([]), json!([added(vocab + 7, "<x>", true)]));
+    let error = load(&far, None).unwrap_err().to_string();
+    assert!(error.contains("<x>"), "{error}");
+}
