@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use container::FileId;
+use container::{FileId, ShardFile, Shards};
 
 /// Transient failures in a row after which a read gives up.
 const RETRIES_MAX: u32 = 10;
@@ -57,6 +57,19 @@ pub enum ReadError {
         /// Where the file ends.
         end: u64,
     },
+    /// A file is not the one whose header was read.
+    #[error(
+        "{}: had {was} bytes when its header was read and has {is} now; \
+         do not change a model while it is opened", path.display()
+    )]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// Its length then.
+        was: u64,
+        /// Its length now.
+        is: u64,
+    },
     /// A file could not be opened.
     #[error("{}: cannot be opened: {source}{hint}", path.display())]
     Open {
@@ -86,23 +99,33 @@ pub struct FileSet {
 }
 
 impl FileSet {
-    /// Opens files; `FileId(i)` is the `i`-th. Raises the process's limit of open files if needed
-    /// and possible.
-    pub fn open<'a>(paths: impl ExactSizeIterator<Item = &'a Path>) -> Result<FileSet, ReadError> {
-        let limit = raise_descriptor_limit(paths.len() as u64 + DESCRIPTORS_SPARE);
-        let files = paths.map(|path| match File::open(path) {
-            Ok(file) => Ok((path.to_owned(), file)),
-            Err(source) => {
-                let hint = match (source.raw_os_error() == Some(EMFILE), limit) {
-                    (true, Some(limit)) => format!(
-                        "; this process may hold {limit} open files, raise it with `ulimit -n`"
-                    ),
-                    _ => String::new(),
-                };
-                Err(ReadError::Open { path: path.to_owned(), source, hint })
+    /// Opens the files whose headers `shards` holds. Raises the process's limit of open files if
+    /// needed and possible. A file that has changed its length since is refused: its tensors no
+    /// longer lie where the header said.
+    pub fn open(shards: &Shards) -> Result<FileSet, ReadError> {
+        let files = shards.files();
+        let limit = raise_descriptor_limit(files.len() as u64 + DESCRIPTORS_SPARE);
+        let open = |shard: &ShardFile| {
+            let path = || shard.path.clone();
+            let opened = File::open(&shard.path).and_then(|file| {
+                let len = file.metadata()?.len();
+                Ok((file, len))
+            });
+            match opened {
+                Ok((file, len)) if len == shard.len => Ok((path(), file)),
+                Ok((_, len)) => Err(ReadError::Changed { path: path(), was: shard.len, is: len }),
+                Err(source) => {
+                    let hint = match (source.raw_os_error() == Some(EMFILE), limit) {
+                        (true, Some(limit)) => format!(
+                            "; this process may hold {limit} open files, raise it with `ulimit -n`"
+                        ),
+                        _ => String::new(),
+                    };
+                    Err(ReadError::Open { path: path(), source, hint })
+                }
             }
-        });
-        Ok(FileSet { files: files.collect::<Result<_, _>>()? })
+        };
+        Ok(FileSet { files: files.iter().map(open).collect::<Result<_, _>>()? })
     }
 }
 

@@ -66,7 +66,7 @@ impl Conversion {
     ) -> Result<Conversion, LabError> {
         let model = Model::open(source)?;
         let plan = Plan::new(&model, choice)?;
-        let files = FileSet::open(model.shards.files().iter().map(|file| file.path.as_path()))?;
+        let files = FileSet::open(&model.shards)?;
         let reader = Reader::new(Arc::new(files));
 
         let mut parameters = choice.parameters();

@@ -172,7 +172,7 @@ impl Engine {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Engine, OpenError> {
         let model = Model::open(&options.dirs)?;
-        let files = FileSet::open(model.shards.files().iter().map(|file| file.path.as_path()))?;
+        let files = FileSet::open(&model.shards)?;
         let reader = Reader::new(Arc::new(files));
         let threads = options.threads.unwrap_or_else(|| Machine::default().compute_threads());
         let compute = Compute {

@@ -161,7 +161,7 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
         return Ok(());
     }
     examine_manifest(&dirs, checks);
-    let files = FileSet::open(opened.shards.files().iter().map(|file| file.path.as_path()));
+    let files = FileSet::open(&opened.shards);
     match files {
         Err(error) => checks.fail("tensors", error.to_string(), "see the message"),
         Ok(files) => {

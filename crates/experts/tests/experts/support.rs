@@ -1,7 +1,7 @@
 //! A model whose experts are tiny, and a reader that misbehaves as told.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -73,8 +73,7 @@ pub fn reader(
     model: &Model,
     script: impl FnMut(u64, FileId, u64, usize) -> Answer + Send + 'static,
 ) -> Reader {
-    let paths: Vec<PathBuf> = model.shards.files().iter().map(|file| file.path.clone()).collect();
-    let real = FileSet::open(paths.iter().map(PathBuf::as_path)).unwrap();
+    let real = FileSet::open(&model.shards).unwrap();
     let disk = FakeDisk { real, calls: AtomicU64::new(0), script: Mutex::new(Box::new(script)) };
     Reader::new(Arc::new(disk))
 }
