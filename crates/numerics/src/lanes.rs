@@ -158,22 +158,4 @@ mod tests {
             assert_eq!(y, want);
         }
     }
-
-    #[test]
-    #[cfg(target_arch = "x86_64")]
-    fn the_portable_code_gives_the_same_bits_with_and_without_the_fma_instruction() {
-        #[target_feature(enable = "fma")]
-        fn with_fma(a: &[f32], b: &[f32]) -> f32 {
-            dot_in(crate::simd::Portable, a, b)
-        }
-        if !is_x86_feature_detected!("fma") {
-            println!("SKIPPED: this CPU has no fma");
-            return;
-        }
-        let a: Vec<f32> = (0..999).map(|i| ((i * 31) as f32).sin() * 1e3).collect();
-        let b: Vec<f32> = (0..999).map(|i| ((i * 17) as f32).cos() * 1e-3).collect();
-        // SAFETY: the CPU has the instruction, as just asked.
-        let hardware = unsafe { with_fma(&a, &b) };
-        assert_eq!(hardware.to_bits(), dot(Isa::SCALAR, &a, &b).to_bits());
-    }
 }

@@ -294,7 +294,10 @@ fn the_bundled_tokenizer_round_trips() {
 
 #[test]
 fn replacements_that_blow_a_text_up_are_refused() {
-    let replace = |pattern: &str, content: &str| json!({"type": "Replace", "pattern": {"String": pattern}, "content": content});
+    let replace = |pattern: &str, content: &str| {
+        let pattern = json!({ "String": pattern });
+        json!({"type": "Replace", "pattern": pattern, "content": content})
+    };
     let mut file = tokenizer_json(&[], json!([]), json!([]));
     file["normalizer"] = replace(" ", "\u{2581}");
     load(&file, None).unwrap();

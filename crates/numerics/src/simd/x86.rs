@@ -502,3 +502,25 @@ unsafe fn dot_s8_vnni(acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
 
 impl_512!(Avx512, 0, dot_u8_avx512, dot_s8_avx512);
 impl_512!(Avx512Vnni, 128, dot_u8_vnni, dot_s8_vnni);
+
+#[cfg(test)]
+mod tests {
+    use crate::{Isa, lanes};
+
+    #[test]
+    fn the_portable_code_gives_the_same_bits_with_and_without_the_fma_instruction() {
+        #[target_feature(enable = "fma")]
+        fn with_fma(a: &[f32], b: &[f32]) -> f32 {
+            lanes::dot_in(crate::simd::Portable, a, b)
+        }
+        if !is_x86_feature_detected!("fma") {
+            println!("SKIPPED: this CPU has no fma");
+            return;
+        }
+        let a: Vec<f32> = (0..999).map(|i| ((i * 31) as f32).sin() * 1e3).collect();
+        let b: Vec<f32> = (0..999).map(|i| ((i * 17) as f32).cos() * 1e-3).collect();
+        // SAFETY: the CPU has the instruction, as just asked.
+        let hardware = unsafe { with_fma(&a, &b) };
+        assert_eq!(hardware.to_bits(), lanes::dot(Isa::SCALAR, &a, &b).to_bits());
+    }
+}
