@@ -29,7 +29,7 @@ Start here:
 A model is a directory with config.json, tokenizer files and *.safetensors. Without --model the
 bundled demonstration model is used. Options with [env: COLI_…] in their help can be given as that
 environment variable, such as COLI_RAM=24. Exit codes: 0 ok, 1 something failed or a check did not
-hold, 2 wrong usage or unusable input."
+hold, 2 wrong usage or unusable input, 130 a second Ctrl-C."
 )]
 pub struct Cli {
     /// What to do.
@@ -211,6 +211,10 @@ pub struct RunArgs {
 
 /// `coli chat`.
 #[derive(Args, Debug)]
+#[command(after_help = "\
+Type a message and Enter; Alt-Enter begins a new line, a pasted text of several lines is one
+message. /reset forgets the conversation, /more lets the last answer go on, /stats shows figures, /help lists
+commands. Ctrl-C stops an answer, Ctrl-D or /quit leaves.")]
 pub struct ChatArgs {
     /// First message of the system
     #[arg(long, value_name = "TEXT", env = "COLI_SYSTEM")]

@@ -40,6 +40,7 @@ mod embedded {
     use std::path::{Path, PathBuf};
 
     use anyhow::Context;
+    use lab::manifest::{FileRecord, MANIFEST_FILE, Manifest, record};
 
     use crate::failure::Failure;
 
@@ -75,28 +76,31 @@ mod embedded {
         })
     }
 
-    /// Whether a directory holds exactly the embedded files.
+    /// The manifest among the files: it has the hashes of all that matter.
+    fn manifest() -> &'static [u8] {
+        FILES.iter().find(|(name, _)| *name == MANIFEST_FILE).map_or(&[], |(_, bytes)| *bytes)
+    }
+
+    /// Whether a directory holds the embedded model. Its files are compared with the manifest's
+    /// hashes, so that the embedded weights are not read into memory for it.
     fn is_intact(dir: &Path) -> bool {
-        FILES.iter().all(|(name, bytes)| {
-            let found = fs::read(dir.join(name));
-            found.is_ok_and(|found| blake3::hash(&found) == blake3::hash(bytes))
-        })
+        let same_manifest =
+            fs::read(dir.join(MANIFEST_FILE)).is_ok_and(|found| found == manifest());
+        let Ok(Some(manifest)) = Manifest::load(dir) else { return false };
+        let intact = |file: &FileRecord| record(dir, &file.name).is_ok_and(|found| found == *file);
+        same_manifest && manifest.files.iter().all(intact)
     }
 
     /// Unpacks the model if it is not there, and returns its directory.
     pub fn unpack() -> Result<PathBuf, Failure> {
-        let mut hasher = blake3::Hasher::new();
-        for (name, bytes) in FILES {
-            hasher.update(name.as_bytes()).update(bytes);
-        }
-        let version = &hasher.finalize().to_hex()[..12];
-        let models = data_dir()?.join("models");
-        let dir = models.join(format!("hummingbird-{version}"));
+        let version = &blake3::hash(manifest()).to_hex()[..12];
+        let models = data_dir()?.join("models").join(version);
+        let dir = models.join("hummingbird");
         if is_intact(&dir) {
             return Ok(dir);
         }
         // Another process may do the same: each writes its own directory, the first rename wins.
-        let temporary = models.join(format!("hummingbird-{version}.{}.tmp", std::process::id()));
+        let temporary = models.join(format!("hummingbird.{}.tmp", std::process::id()));
         let write = || -> anyhow::Result<()> {
             fs::create_dir_all(&temporary)?;
             for (name, bytes) in FILES {

@@ -29,6 +29,14 @@ pub fn dirs(args: &ModelArgs) -> Result<Vec<PathBuf>, Failure> {
         dirs.push(bundled::find()?);
     }
     for dir in &dirs {
+        if !dir.is_dir() {
+            let what = if dir.exists() {
+                "is not a directory; give the one it lies in"
+            } else {
+                "does not exist"
+            };
+            return Err(Failure::usage(format!("{} {what}", dir.display())));
+        }
         // A damaged manifest does not matter to the weights; `doctor` reports it.
         let manifest = Manifest::load(dir).ok().flatten();
         if manifest.is_some_and(|manifest| !manifest.complete) {
@@ -96,7 +104,7 @@ pub fn open_holding(args: &EngineArgs, held_bytes: u64) -> Result<Engine, Failur
     for warning in report.warnings.iter().cloned().chain(unused(report)) {
         note!("warning: {warning}");
     }
-    print_banner(&engine);
+    print_banner(&engine, args);
     Ok(engine)
 }
 
@@ -110,7 +118,7 @@ pub fn unused(report: &container::Report) -> Option<String> {
 }
 
 /// Effective values, on stderr.
-fn print_banner(engine: &Engine) {
+fn print_banner(engine: &Engine, args: &EngineArgs) {
     let (config, compute) = (engine.config(), engine.compute());
     let name = engine.model().dirs.first().and_then(|dir| dir.file_name());
     let threads = compute.team.threads();
@@ -126,7 +134,10 @@ fn print_banner(engine: &Engine) {
         engine.context(),
         output::bytes(engine.ledger().limit()),
         output::bytes(engine.dense_bytes()),
-        output::bytes(engine.cache_bytes()),
+        match args.cache_experts {
+            None => output::bytes(engine.cache_bytes()),
+            Some(max) => format!("at most {max} per layer"),
+        },
     );
 }
 

@@ -97,16 +97,16 @@ pub enum OpenError {
     Memory(#[from] LedgerError),
     /// The ceiling is below what cannot be streamed.
     #[error(
-        "this model needs at least {needed} bytes ({parts}), --ram allows {limit}; \
+        "this model needs at least --ram {needed_gb}, {limit_gb} is given; {parts}; \
          raise --ram, lower --ctx or --prefill-chunk, or convert dense weights to a smaller format"
     )]
     Ceiling {
-        /// Least bytes.
-        needed: u64,
-        /// What they are for.
+        /// Least ceiling in 10^9 bytes, rounded up to what `--ram` takes.
+        needed_gb: String,
+        /// What it is for.
         parts: String,
-        /// The ceiling.
-        limit: u64,
+        /// The ceiling in 10^9 bytes.
+        limit_gb: String,
     },
     /// The context asked for is longer than the model's.
     #[error("--ctx {asked} is longer than the model's {max}")]
@@ -155,12 +155,21 @@ impl Plan {
         if needed <= limit {
             return Ok(());
         }
-        let parts = format!(
-            "process {}, dense weights {}, KV {kv}, rotary tables {tables}, scratch {}, \
-             read buffers {}, one expert {}",
-            self.process, self.dense, self.scratch, self.in_flight, self.expert
-        );
-        Err(OpenError::Ceiling { needed, parts, limit })
+        let parts = [
+            ("process", self.process),
+            ("dense weights", self.dense),
+            ("KV", kv),
+            ("rotary tables", tables),
+            ("scratch", self.scratch),
+            ("read buffers", self.in_flight),
+            ("one expert", self.expert),
+        ];
+        let parts = parts.map(|(name, bytes)| format!("{name} {:.1} MB", bytes as f64 / 1e6));
+        Err(OpenError::Ceiling {
+            needed_gb: format!("{:.3}", (needed as f64 / 1e6).ceil() / 1e3),
+            parts: parts.join(", "),
+            limit_gb: format!("{:.3}", limit as f64 / 1e9),
+        })
     }
 }
 

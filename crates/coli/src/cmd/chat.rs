@@ -7,12 +7,12 @@ use container::{ChatTemplate, Tokenizer};
 use reedline::{Prompt, PromptEditMode, PromptHistorySearch, Reedline, Signal};
 use runtime::machine::Machine;
 use runtime::{
-    Engine, FinishReason, Generation, GenerationOptions, Phase, SamplerOptions, Session,
+    Engine, FinishReason, Generated, Generation, GenerationOptions, Phase, SamplerOptions, Session,
 };
 use serde_json::{Map, Value, json};
 
 use crate::args::ChatArgs;
-use crate::cmd::run::{Stream, figures};
+use crate::cmd::run::Stream;
 use crate::failure::Failure;
 use crate::progress::Progress;
 use crate::{Outcome, interrupt, model, output};
@@ -25,7 +25,8 @@ const HELP: &str = "\
 /more    let the last answer go on
 /stats   figures of the model and this conversation
 /help    this list
-/quit    leave (Ctrl-D too); Ctrl-C stops an answer";
+/quit    leave (Ctrl-D too); Ctrl-C stops an answer
+Alt-Enter begins a new line; a pasted text of several lines is one message";
 
 pub fn run(args: &ChatArgs) -> Outcome {
     let sampler = model::sampler(&args.sampling)?;
@@ -51,6 +52,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
         messages: Vec::new(),
         answer_ids: Vec::new(),
         turns: 0,
+        complete: false,
         failed: false,
     };
     chat.reset();
@@ -92,6 +94,18 @@ fn check_thinking(engine: &Engine, template: &ChatTemplate) -> Outcome {
     Ok(())
 }
 
+/// What is worth saying after every answer; `/stats` has the rest.
+fn short_figures(generated: &Generated, room: usize) -> String {
+    let end = match generated.finish {
+        FinishReason::Stop => "",
+        FinishReason::Cancelled => ", stopped",
+        FinishReason::Length if room == 0 => ", cut by the end of the context (/reset)",
+        FinishReason::Length => ", cut by --max-tokens (/more goes on)",
+    };
+    let tokens = output::counted(generated.ids.len(), "token");
+    format!("({tokens}, {:.1} per second{end})", generated.tokens_per_s())
+}
+
 struct Chat<'a> {
     args: &'a ChatArgs,
     engine: &'a Engine,
@@ -103,6 +117,8 @@ struct Chat<'a> {
     /// Ids of the last answer, for `/more`.
     answer_ids: Vec<u32>,
     turns: u64,
+    /// Whether the last answer ended by itself.
+    complete: bool,
     /// Whether an answer failed.
     failed: bool,
 }
@@ -162,6 +178,8 @@ impl Chat<'_> {
             "/more" => {
                 if self.answer_ids.is_empty() {
                     say!("There is no answer to go on with.");
+                } else if self.complete {
+                    say!("The answer was complete.");
                 } else if let Err(failure) = self.answer(true) {
                     failure.print();
                     self.failed = true;
@@ -259,6 +277,7 @@ impl Chat<'_> {
             note!("(stopped; the message was not answered)");
             return Ok(());
         }
+        self.complete = generated.finish == FinishReason::Stop;
         self.answer_ids.extend_from_slice(&generated.ids);
         let text = self.tokenizer.decode(&self.answer_ids, true)?;
         let message = json!({"role": "assistant", "content": text});
@@ -266,7 +285,7 @@ impl Chat<'_> {
             self.messages.pop();
         }
         self.messages.push(message);
-        note!("{}", figures(self.engine, &generated));
+        note!("{}", short_figures(&generated, self.session.room()));
         Ok(())
     }
 

@@ -111,7 +111,7 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
     let opened = match Model::open(&dirs) {
         Ok(opened) => opened,
         Err(error) => {
-            checks.fail("container", error.to_string(), "see the message");
+            checks.fail("container", error.to_string(), "");
             for id in ["tokenizer", "template", "load", "tensors"] {
                 checks.add(id, State::Skip, "the container does not open".to_owned(), "");
             }
@@ -163,7 +163,7 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
     examine_manifest(&dirs, checks);
     let files = FileSet::open(&opened.shards);
     match files {
-        Err(error) => checks.fail("tensors", error.to_string(), "see the message"),
+        Err(error) => checks.fail("tensors", error.to_string(), ""),
         Ok(files) => {
             let reader = Reader::new(Arc::new(files));
             let mut progress = Progress::bytes("checking tensors");
@@ -187,7 +187,7 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
             let (Failure::Failed(error) | Failure::Unusable(error)) = &failure else {
                 return Ok(());
             };
-            checks.fail("load", error.to_string(), "see the message");
+            checks.fail("load", error.to_string(), "");
         }
         Err(reported) => return Err(reported),
     }
@@ -211,7 +211,7 @@ fn examine_manifest(dirs: &[PathBuf], checks: &mut Checks) {
             Some(file) => checks.fail(
                 "manifest",
                 format!("{} is not what was converted", dir.join(&file.name).display()),
-                "give the same convert command again; it writes damaged files anew",
+                "fetch that file again, or give the convert command that made it",
             ),
             None => checks
                 .pass("manifest", output::counted(manifest.files.len(), "file") + " as converted"),
@@ -221,7 +221,7 @@ fn examine_manifest(dirs: &[PathBuf], checks: &mut Checks) {
 
 fn examine_text(opened: &Model, dir: &std::path::Path, checks: &mut Checks) {
     match Tokenizer::load(dir) {
-        Err(error) => checks.fail("tokenizer", error.to_string(), "see the message"),
+        Err(error) => checks.fail("tokenizer", error.to_string(), ""),
         Ok(None) => checks.add(
             "tokenizer",
             State::Warn,
@@ -239,7 +239,7 @@ fn examine_text(opened: &Model, dir: &std::path::Path, checks: &mut Checks) {
         }
     }
     match ChatTemplate::load(dir) {
-        Err(error) => checks.fail("template", error.to_string(), "see the message"),
+        Err(error) => checks.fail("template", error.to_string(), ""),
         Ok(None) => checks.add(
             "template",
             State::Warn,
@@ -250,7 +250,7 @@ fn examine_text(opened: &Model, dir: &std::path::Path, checks: &mut Checks) {
             let messages = [json!({"role": "user", "content": "hello"})];
             match template.render(&messages, true, None) {
                 Ok(_) => checks.pass("template", "renders a message".to_owned()),
-                Err(error) => checks.fail("template", error.to_string(), "see the message"),
+                Err(error) => checks.fail("template", error.to_string(), ""),
             }
         }
     }

@@ -96,6 +96,14 @@ pub fn run(args: &InfoArgs) -> Outcome {
                 output::bytes(kv as u64)
             ),
         ),
+        (
+            "memory",
+            format!(
+                "dense weights {} stay; experts {} stream, all or some",
+                output::bytes(report.bytes() - report.class_bytes(TensorClass::Experts)),
+                output::bytes(report.class_bytes(TensorClass::Experts))
+            ),
+        ),
         ("indexer", presence(&report.indexer)),
         ("MTP layer", presence(&report.mtp)),
         ("stop ids", if stops.is_empty() { "none".to_owned() } else { stops.join(", ") }),
@@ -159,9 +167,13 @@ fn experts(config: &Config) -> String {
     } else {
         String::new()
     };
+    let shared = match moe.shared_experts {
+        0 => String::new(),
+        count => format!(" + {count} shared"),
+    };
     format!(
-        "{} per layer of width {}, top-{} + {} shared{groups}",
-        moe.experts, moe.expert_intermediate, moe.top_k, moe.shared_experts
+        "{} per layer of width {}, top-{}{shared}{groups}",
+        moe.experts, moe.expert_intermediate, moe.top_k
     )
 }
 

@@ -175,7 +175,7 @@ impl<'a> Stream<'a> {
     pub fn finish(mut self) -> String {
         let rest = self.bytes.finish();
         self.show(&rest);
-        if self.print && !self.text.is_empty() {
+        if self.print && !self.text.is_empty() && !self.text.ends_with('\n') {
             say!("");
         }
         self.text
@@ -192,12 +192,12 @@ fn hit_rate(engine: &Engine) -> Option<f64> {
 pub fn figures(engine: &Engine, generated: &Generated) -> String {
     let stats = engine.expert_stats();
     let mut parts = vec![
-        format!("{} tokens ({})", generated.ids.len(), generated.finish.name()),
+        format!("{} ({})", output::counted(generated.ids.len(), "token"), generated.finish.name()),
         format!("{:.1} tok/s", generated.tokens_per_s()),
         format!(
-            "first token after {:.0} ms ({} prompt tokens)",
+            "first token after {:.0} ms (prompt {})",
             generated.ttft_s * 1e3,
-            generated.prompt_tokens
+            output::counted(generated.prompt_tokens, "token")
         ),
     ];
     if let Some(rate) = hit_rate(engine) {

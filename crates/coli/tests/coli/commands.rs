@@ -30,7 +30,7 @@ fn run_outside_a_checkout_unpacks_the_bundled_model_once() {
     // A damaged copy is made anew.
     let models = home.path().join("colibri/models");
     let dir = std::fs::read_dir(models).unwrap().next().unwrap().unwrap().path();
-    std::fs::write(dir.join("config.json"), "{}").unwrap();
+    std::fs::write(dir.join("hummingbird/config.json"), "{}").unwrap();
     let third = finish(&mut command).expect(0);
     assert_eq!(first.stdout, third.stdout);
 }

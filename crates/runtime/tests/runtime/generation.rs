@@ -123,10 +123,13 @@ fn a_ceiling_below_what_cannot_be_streamed_is_refused_with_both_numbers() {
     let options =
         EngineOptions { ram_bytes: Some(10_000_000), ..options(&bundled(), Activations::Int8) };
     let error = Engine::open(&options, &mut |_, _| {}).err().unwrap();
-    let OpenError::Ceiling { needed, limit, .. } = &error else { panic!("{error}") };
-    assert!(*needed > *limit && *limit == 10_000_000);
-    let text = error.to_string();
-    assert!(text.contains("10000000") && text.contains("--ram"), "{text}");
+    let OpenError::Ceiling { needed_gb, limit_gb, .. } = &error else { panic!("{error}") };
+    assert_eq!(limit_gb, "0.010");
+    assert!(error.to_string().contains(&format!("--ram {needed_gb}")), "{error}");
+    // What the message asks for is enough.
+    let gb: f64 = needed_gb.parse().unwrap();
+    let ram_bytes = Some((gb * 1e9) as u64 + 10_000_000);
+    open(&EngineOptions { ram_bytes, context: Some(512), ..options });
 }
 
 #[test]
