@@ -213,8 +213,8 @@ pub struct RunArgs {
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Type a message and Enter; Alt-Enter begins a new line, a pasted text of several lines is one
-message. /reset forgets the conversation, /more lets the last answer go on, /stats shows figures, /help lists
-commands. Ctrl-C stops an answer, Ctrl-D or /quit leaves.")]
+message. /reset forgets the conversation, /more lets the last answer go on, /stats shows
+figures, /help lists commands. Ctrl-C stops an answer, Ctrl-D or /quit leaves.")]
 pub struct ChatArgs {
     /// First message of the system
     #[arg(long, value_name = "TEXT", env = "COLI_SYSTEM")]
