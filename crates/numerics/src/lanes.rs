@@ -91,13 +91,6 @@ pub fn sum_in<S: Simd>(simd: S, a: &[f32]) -> f32 {
 }
 
 #[inline(always)]
-fn dots_in<S: Simd>(simd: S, query: &[f32], rows: &[f32], out: &mut [f32]) {
-    for (row, out) in rows.chunks_exact(query.len()).zip(out) {
-        *out = dot_in(simd, query, row);
-    }
-}
-
-#[inline(always)]
 fn axpy_in<S: Simd>(_simd: S, a: f32, x: &[f32], y: &mut [f32]) {
     for (y, x) in y.iter_mut().zip(x) {
         *y = a.mul_add(*x, *y);
@@ -109,8 +102,6 @@ multiversion! {
     pub fn dot(isa, a: &[f32], b: &[f32]) -> f32 => dot_in;
     /// Sum of a slice.
     pub fn sum(isa, a: &[f32]) -> f32 => sum_in;
-    /// `out[r]` = dot of `query` with row `r` of `rows` (`[out.len(), query.len()]`, contiguous).
-    pub fn dots(isa, query: &[f32], rows: &[f32], out: &mut [f32]) => dots_in;
     /// `y[i] = fma(a, x[i], y[i])`.
     pub fn axpy(isa, a: f32, x: &[f32], y: &mut [f32]) => axpy_in;
 }
