@@ -3,14 +3,25 @@
 
 use std::env;
 use std::path::PathBuf;
+use std::sync::OnceLock;
 
 use crate::failure::Failure;
 
 /// Where a checkout keeps it.
 const IN_CHECKOUT: &str = "models/hummingbird";
 
-/// The directory of the bundled model.
+/// The directory of the bundled model, looked for once per process: outside a checkout every look
+/// reads and hashes the unpacked files.
 pub fn find() -> Result<PathBuf, Failure> {
+    static FOUND: OnceLock<PathBuf> = OnceLock::new();
+    if let Some(found) = FOUND.get() {
+        return Ok(found.clone());
+    }
+    let found = search()?;
+    Ok(FOUND.get_or_init(|| found).clone())
+}
+
+fn search() -> Result<PathBuf, Failure> {
     if let Ok(here) = env::current_dir() {
         for dir in here.ancestors() {
             let found = dir.join(IN_CHECKOUT);

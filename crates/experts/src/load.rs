@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use container::{ByteRange, ContainerError, Model, QSource};
-use formats::{ExpertDesc, Format, FormatError, MatrixDesc, QTensor, decode_row};
+use formats::{ExpertDesc, Format, FormatError, MatrixDesc, QTensor};
 use numerics::Isa;
 
 use crate::reader::{ReadError, Reader};
@@ -135,7 +135,6 @@ fn check_tag(tag: &[u8]) -> Result<(), FormatError> {
 pub fn load_f32(reader: &Reader, source: &QSource) -> Result<Vec<f32>, LoadError> {
     let desc = row_desc(reader, source)?;
     let (format, cols) = (source.format, source.cols);
-    let row_bytes = format.row_bytes(cols).unwrap_or(0);
     let mut out = vec![0.0; source.rows * cols];
     for_each_block(reader, source, desc, desc.row_granule(), |rows, weights, scales| {
         // Stored once to have the values checked as every other matrix's.
@@ -143,11 +142,7 @@ pub fn load_f32(reader: &Reader, source: &QSource) -> Result<Vec<f32>, LoadError
         checked.store(0..rows.len(), weights, scales)?;
         for (at, row) in rows.clone().enumerate() {
             let values = &mut out[row * cols..][..cols];
-            if format.is_plain() {
-                decode_row(format, &weights[at * row_bytes..][..row_bytes], &[], values);
-            } else {
-                checked.view().decode_row(Isa::detect(), at, values);
-            }
+            checked.view().decode_row(Isa::detect(), at, values);
         }
         Ok(())
     })?;
