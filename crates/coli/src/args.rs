@@ -103,8 +103,8 @@ pub struct EngineArgs {
     /// Most experts kept in memory per layer, for tests
     #[arg(long, value_name = "N", env = "COLI_CACHE_EXPERTS", value_parser = parse_count)]
     pub cache_experts: Option<usize>,
-    /// Force an instruction-set level: scalar, avx2, avxvnni, avx512, avx512vnni [default: the
-    /// CPU's highest]
+    /// Force an instruction-set level: scalar, avx2, avxvnni, avx512, avx512vnni, amx [default:
+    /// the CPU's highest]
     #[arg(long, value_name = "LEVEL", env = "COLI_ISA", value_parser = parse_level)]
     pub isa: Option<Level>,
 }
@@ -200,6 +200,9 @@ pub struct RunArgs {
     /// Print the BLAKE3 of all raw logits that tokens were chosen from
     #[arg(long)]
     pub fingerprint: bool,
+    /// Show where the time went
+    #[arg(long, env = "COLI_PROFILE")]
+    pub profile: bool,
     /// Print one JSON object on stdout
     #[arg(long)]
     pub json: bool,
@@ -428,9 +431,29 @@ pub struct BenchArgs {
 /// The benches.
 #[derive(Subcommand, Debug)]
 pub enum BenchCommand {
-    /// Tokens per second beside the read-bandwidth limit of the same run, measured on an array of 1
-    /// GiB (which counts against --ram)
+    /// Generated tokens per second beside the read-bandwidth limit of the same run, measured on an
+    /// array of 1 GiB (which counts against --ram)
     Decode(BenchDecodeArgs),
+    /// Prompt tokens per second beside the limits of reading and multiplying of the same run
+    Prefill(BenchPrefillArgs),
+    /// Matrix products of each weight format, activation mode and row count, beside the limits of
+    /// the same run
+    Kernels(BenchKernelsArgs),
+    /// Expert bytes per second from files that are not in the page cache
+    Io(BenchIoArgs),
+    /// What a person waits for: a short chat turn and a question about a long document
+    Ux(BenchUxArgs),
+}
+
+/// What every bench takes.
+#[derive(Args, Debug)]
+pub struct BenchOptions {
+    /// Repetitions, after one that warms up
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = parse_count)]
+    pub reps: usize,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `coli bench decode`.
@@ -439,12 +462,68 @@ pub struct BenchDecodeArgs {
     /// Tokens per repetition
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = parse_count)]
     pub tokens: usize,
-    /// Repetitions, after one that warms up
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = parse_count)]
-    pub reps: usize,
-    /// Print one JSON object on stdout
-    #[arg(long)]
-    pub json: bool,
+    /// Sequences decoded together, beside one alone in the same run
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_count)]
+    pub batch: usize,
+    #[command(flatten)]
+    pub options: BenchOptions,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+}
+
+/// `coli bench prefill`.
+#[derive(Args, Debug)]
+pub struct BenchPrefillArgs {
+    /// Tokens of the prompt
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = parse_count)]
+    pub tokens: usize,
+    #[command(flatten)]
+    pub options: BenchOptions,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+}
+
+/// `coli bench kernels`.
+#[derive(Args, Debug)]
+pub struct BenchKernelsArgs {
+    /// Weight formats, comma-separated [default: one of each kind]
+    #[arg(long, value_name = "FORMATS", value_delimiter = ',', value_parser = parse_format)]
+    pub formats: Vec<Format>,
+    /// Rows of activations, comma-separated
+    #[arg(long, value_name = "COUNTS", value_delimiter = ',', default_value = "1,4,16,64,256",
+          value_parser = parse_count)]
+    pub rows: Vec<usize>,
+    /// Levels, comma-separated, or all [default: the CPU's highest]
+    #[arg(long, value_name = "LEVELS", value_delimiter = ',', env = "COLI_ISA")]
+    pub isa: Vec<String>,
+    /// Activation modes: int8, f32 or both
+    #[arg(long, value_name = "MODES", value_delimiter = ',', default_value = "int8,f32",
+          value_parser = parse_activations)]
+    pub activations: Vec<Activations>,
+    /// Compute threads [default: physical cores this process may use]
+    #[arg(long, value_name = "N", env = "COLI_THREADS", value_parser = parse_threads)]
+    pub threads: Option<usize>,
+    #[command(flatten)]
+    pub options: BenchOptions,
+}
+
+/// `coli bench io`.
+#[derive(Args, Debug)]
+pub struct BenchIoArgs {
+    #[command(flatten)]
+    pub options: BenchOptions,
+    #[command(flatten)]
+    pub model: ModelArgs,
+}
+
+/// `coli bench ux`.
+#[derive(Args, Debug)]
+pub struct BenchUxArgs {
+    /// Tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 48, value_parser = parse_count)]
+    pub tokens: usize,
+    #[command(flatten)]
+    pub options: BenchOptions,
     #[command(flatten)]
     pub engine: EngineArgs,
 }

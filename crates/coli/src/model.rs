@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use container::{Family, Tokenizer};
+use container::{Config, Family, Tokenizer};
 use lab::manifest::Manifest;
 use models::Int8Classes;
 use numerics::{Activations, Isa, NUMERICS_VERSION};
@@ -91,12 +91,26 @@ fn int8_classes(args: &EngineArgs) -> Result<Int8Classes, Failure> {
 
 /// Opens the engine with a progress bar and says what is in effect.
 pub fn open(args: &EngineArgs) -> Result<Engine, Failure> {
-    open_holding(args, 0)
+    open_with(args, engine_options(args)?)
 }
 
-/// [`open`] for a command that holds memory of its own under the ceiling.
-pub fn open_holding(args: &EngineArgs, held_bytes: u64) -> Result<Engine, Failure> {
-    let options = EngineOptions { held_bytes, ..engine_options(args)? };
+/// Context of benches where none is asked for: they need little, and several sessions of a model's
+/// longest would not fit.
+const BENCH_CONTEXT: usize = 4096;
+
+/// [`open`] for a bench that holds memory of its own under the ceiling and has several sessions.
+pub fn open_for_bench(
+    args: &EngineArgs,
+    held_bytes: u64,
+    sessions: usize,
+) -> Result<Engine, Failure> {
+    let options = engine_options(args)?;
+    let longest = Config::load(&options.dirs[0])?.max_position;
+    let context = options.context.unwrap_or(BENCH_CONTEXT.min(longest));
+    open_with(args, EngineOptions { held_bytes, sessions, context: Some(context), ..options })
+}
+
+fn open_with(args: &EngineArgs, options: EngineOptions) -> Result<Engine, Failure> {
     let mut progress = Progress::bytes("loading weights");
     let engine = Engine::open(&options, &mut |done, total| progress.set(done, total))?;
     drop(progress);

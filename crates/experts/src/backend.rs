@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use formats::Input;
-use numerics::{Compute, NumericError};
+use numerics::{Buf, Compute, NumericError, Scratch};
 
 use crate::load::LoadError;
 
 /// One choice of the router: an expert and the weight of its output.
-#[derive(Clone, Copy, PartialEq, Debug)]
+#[derive(Clone, Copy, Default, PartialEq, Debug)]
 pub struct Route {
     /// Index of the expert in its layer.
     pub expert: u32,
@@ -20,38 +20,80 @@ pub struct Route {
 pub struct RoutedBatch<'a> {
     /// The layer's input.
     pub input: &'a Input<'a>,
-    /// Each expert once, ascending, with its rows.
-    pub experts: Vec<ExpertRows>,
+    /// Each expert once, ascending.
+    experts: Buf<u32>,
+    /// Where the rows of each expert end.
+    ends: Buf<u32>,
+    /// Rows of the batch, expert by expert, ascending.
+    rows: Buf<u32>,
+    /// Weight of the expert's output for each of them.
+    weights: Buf<f32>,
 }
 
 /// The rows that one expert serves.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct ExpertRows {
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ExpertRows<'a> {
     /// The expert.
     pub expert: u32,
     /// Rows of the batch, ascending.
-    pub rows: Vec<u32>,
+    pub rows: &'a [u32],
     /// Weight of the expert's output for each of them.
-    pub weights: Vec<f32>,
+    pub weights: &'a [f32],
 }
 
 impl<'a> RoutedBatch<'a> {
-    /// The batch of a router's choices, `top_k` per row.
-    pub fn new(input: &'a Input<'a>, routes: &[Route], top_k: usize) -> RoutedBatch<'a> {
-        let mut order: Vec<usize> = (0..routes.len()).collect();
-        order.sort_by_key(|&at| (routes[at].expert, at));
-        let mut experts: Vec<ExpertRows> = Vec::new();
-        for at in order {
-            let route = routes[at];
-            if experts.last().is_none_or(|last| last.expert != route.expert) {
-                experts.push(ExpertRows { expert: route.expert, ..ExpertRows::default() });
-            }
-            if let Some(last) = experts.last_mut() {
-                last.rows.push((at / top_k) as u32);
-                last.weights.push(route.weight);
-            }
+    /// The batch of a router's choices, `top_k` per row, of `experts` experts.
+    pub fn new(
+        scratch: &Scratch,
+        input: &'a Input<'a>,
+        routes: &[Route],
+        top_k: usize,
+        experts: usize,
+    ) -> RoutedBatch<'a> {
+        // Where the rows of each expert begin, had it all of them.
+        let mut next = scratch.zeroed::<u32>(experts);
+        for route in routes {
+            next[route.expert as usize] += 1;
         }
-        RoutedBatch { input, experts }
+        let used = next.iter().filter(|count| **count > 0).count();
+        let (mut list, mut ends) = (scratch.zeroed(used), scratch.zeroed(used));
+        let (mut at, mut end) = (0, 0);
+        for (expert, count) in next.iter_mut().enumerate() {
+            let start = end;
+            end += *count;
+            if *count > 0 {
+                (list[at], ends[at]) = (expert as u32, end);
+                at += 1;
+            }
+            *count = start;
+        }
+        let mut rows = scratch.zeroed::<u32>(routes.len());
+        let mut weights = scratch.zeroed::<f32>(routes.len());
+        for (at, route) in routes.iter().enumerate() {
+            let slot = &mut next[route.expert as usize];
+            rows[*slot as usize] = (at / top_k) as u32;
+            weights[*slot as usize] = route.weight;
+            *slot += 1;
+        }
+        RoutedBatch { input, experts: list, ends, rows, weights }
+    }
+
+    /// The experts, ascending.
+    pub fn experts(&self) -> &[u32] {
+        &self.experts
+    }
+
+    /// The rows of expert `at` of [`RoutedBatch::experts`].
+    pub fn rows_of(&self, at: usize) -> ExpertRows<'_> {
+        let start = if at == 0 { 0 } else { self.ends[at - 1] as usize };
+        let range = start..self.ends[at] as usize;
+        let expert = self.experts[at];
+        ExpertRows { expert, rows: &self.rows[range.clone()], weights: &self.weights[range] }
+    }
+
+    /// Every expert with its rows.
+    pub fn iter(&self) -> impl Iterator<Item = ExpertRows<'_>> {
+        (0..self.experts.len()).map(|at| self.rows_of(at))
     }
 }
 
@@ -130,19 +172,17 @@ mod tests {
             route(5, 0.5),
             route(2, 0.6),
         ];
-        let batch = RoutedBatch::new(&input, &routes, 2);
-        let want = |expert, rows: &[u32], weights: &[f32]| ExpertRows {
-            expert,
-            rows: rows.to_vec(),
-            weights: weights.to_vec(),
-        };
+        let batch = RoutedBatch::new(&Scratch::default(), &input, &routes, 2, 9);
+        let got: Vec<_> =
+            batch.iter().map(|e| (e.expert, e.rows.to_vec(), e.weights.to_vec())).collect();
         assert_eq!(
-            batch.experts,
+            got,
             [
-                want(2, &[0, 1, 2], &[0.2, 0.3, 0.6]),
-                want(5, &[2], &[0.5]),
-                want(7, &[0, 1], &[0.1, 0.4])
+                (2, vec![0, 1, 2], vec![0.2, 0.3, 0.6]),
+                (5, vec![2], vec![0.5]),
+                (7, vec![0, 1], vec![0.1, 0.4])
             ]
         );
+        assert_eq!(batch.experts(), [2, 5, 7]);
     }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use formats::{ExpertRef, expert_ffn};
-use numerics::{Compute, NumericError, combine};
+use numerics::{Compute, FirstError, NumericError, combine};
 
 use crate::backend::{ExpertBackend, ExpertError, ExpertRows, ExpertStats, RoutedBatch};
 use crate::cache::{CacheOptions, ExpertCache};
@@ -77,30 +77,42 @@ impl LocalExperts {
     }
 }
 
+/// Rows from which on the combine is shared among threads.
+const COMBINE_ROWS: usize = 4;
+/// Columns that one task of the combine takes, at least.
+const COMBINE_COLUMNS: usize = 256;
+
 /// Computes one expert for its rows and adds its weighted outputs to the sum.
 fn add_expert(
     compute: &Compute,
     layer: usize,
     batch: &RoutedBatch<'_>,
-    work: &ExpertRows,
+    work: ExpertRows<'_>,
     expert: ExpertRef<'_>,
     sum: &mut [i64],
 ) -> Result<(), ExpertError> {
     let hidden = batch.input.cols();
-    let mut out = vec![0.0; work.rows.len() * hidden];
+    let mut out = compute.scratch.zeroed(work.rows.len() * hidden);
     let numeric = |source| ExpertError::Numeric { layer, expert: work.expert, source };
     // Rows of the expert's own products are counted among its rows; errors name the batch's.
     let of_batch = |error: NumericError| {
         let row = work.rows.get(error.row()).map_or(error.row(), |row| *row as usize);
         numeric(error.in_row(row))
     };
-    expert_ffn(compute, expert, batch.input, Some(&work.rows), &mut out).map_err(of_batch)?;
-    for ((row, weight), y) in work.rows.iter().zip(&work.weights).zip(out.chunks_exact(hidden)) {
-        let row = *row as usize;
-        let sum = &mut sum[row * hidden..][..hidden];
-        combine::add_weighted(compute.isa, row, *weight, y, sum).map_err(numeric)?;
-    }
-    Ok(())
+    expert_ffn(compute, expert, batch.input, Some(work.rows), &mut out).map_err(of_batch)?;
+    let shared = work.rows.len() >= COMBINE_ROWS;
+    let step = if shared { compute.team.step(hidden, COMBINE_COLUMNS) } else { hidden };
+    let errors = FirstError::default();
+    compute.team.columns(sum, hidden, step, |sum| {
+        let range = sum.range();
+        for ((row, weight), y) in work.rows.iter().zip(work.weights).zip(out.chunks_exact(hidden)) {
+            let row = *row as usize;
+            let y = &y[range.clone()];
+            let added = combine::add_weighted(compute.isa, row, *weight, y, sum.row(row));
+            errors.keep(row, added.map_err(|error| error.after(range.start)));
+        }
+    });
+    errors.result().map_err(numeric)
 }
 
 impl ExpertBackend for LocalExperts {
@@ -111,12 +123,11 @@ impl ExpertBackend for LocalExperts {
         batch: &RoutedBatch<'_>,
         sum: &mut [i64],
     ) -> Result<(), ExpertError> {
-        let experts: Vec<u32> = batch.experts.iter().map(|work| work.expert).collect();
         let work_of = |expert: u32| {
-            let at = batch.experts.binary_search_by_key(&expert, |work| work.expert);
-            &batch.experts[at.unwrap_or(0)]
+            let at = batch.experts().binary_search(&expert);
+            batch.rows_of(at.unwrap_or(0))
         };
-        let (ready, mut pending) = self.cache.request(layer, &experts);
+        let (ready, mut pending) = self.cache.request(layer, batch.experts());
         for (expert, lease) in ready {
             add_expert(compute, layer, batch, work_of(expert), lease.view(), sum)?;
         }

@@ -3,9 +3,10 @@
 
 use std::ops::Range;
 
-use numerics::{Compute, NumericError, function};
+use numerics::{Compute, NumericError};
 
-use crate::{Format, FormatError, Input, MatrixDesc, MatrixRef, matmul::matmul};
+use crate::matmul::{matmul, matmul_gated};
+use crate::{Format, FormatError, Input, MatrixDesc, MatrixRef};
 
 /// Formats and shapes of an expert's matrices: gate and up `[intermediate, hidden]`, down
 /// `[hidden, intermediate]`.
@@ -92,11 +93,8 @@ pub fn expert_ffn(
 ) -> Result<(), NumericError> {
     let count = rows.map_or(input.rows(), <[u32]>::len);
     let intermediate = expert.gate.desc.rows();
-    let mut gate = vec![0.0; count * intermediate];
-    let mut up = vec![0.0; count * intermediate];
-    matmul(compute, expert.gate, input, rows, &mut gate)?;
-    matmul(compute, expert.up, input, rows, &mut up)?;
-    function::silu_mul(compute.isa, &mut gate, &up);
-    let hidden = Input::new("expert intermediate", gate, intermediate);
+    let mut gated = compute.scratch.zeroed(count * intermediate);
+    matmul_gated(compute, [expert.gate, expert.up], input, rows, &mut gated)?;
+    let hidden = Input::new("expert intermediate", gated, intermediate);
     matmul(compute, expert.down, &hidden, None, out)
 }

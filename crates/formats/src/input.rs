@@ -3,12 +3,13 @@
 //! Several matrices share one [`Input`]: the projections of a layer, gate and up of every expert.
 //! The e8 rotation of the rows happens here and nowhere else, so no caller can leave it out.
 
-use std::borrow::Cow;
+use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
 use numerics::hadamard::Rotation;
 use numerics::int8::Int8Rows;
-use numerics::{Activations, Compute, Isa, NumericError};
+use numerics::team::rows_mut;
+use numerics::{Activations, Buf, Compute, NumericError};
 
 use crate::{Format, MatrixDesc, tile::TileShape};
 
@@ -18,13 +19,53 @@ const PAD: usize = 32;
 /// Activation blocks that formats use: int8 forms are kept by (rotated, block).
 const BLOCKS: [(bool, usize); 5] = [(false, 16), (false, 32), (false, 48), (false, 64), (true, 32)];
 
+/// Rows that one task of the thread team turns into another form, at least.
+const GRAIN: usize = 8;
+
+/// The numbers of an [`Input`], its own or borrowed.
+pub enum Values<'a> {
+    /// Lent by the caller.
+    Borrowed(&'a [f32]),
+    /// Handed over.
+    Owned(Buf<f32>),
+}
+
+impl<'a> From<&'a [f32]> for Values<'a> {
+    fn from(values: &'a [f32]) -> Values<'a> {
+        Values::Borrowed(values)
+    }
+}
+
+impl From<Buf<f32>> for Values<'_> {
+    fn from(values: Buf<f32>) -> Self {
+        Values::Owned(values)
+    }
+}
+
+impl From<Vec<f32>> for Values<'_> {
+    fn from(values: Vec<f32>) -> Self {
+        Values::Owned(values.into())
+    }
+}
+
+impl Deref for Values<'_> {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        match self {
+            Values::Borrowed(values) => values,
+            Values::Owned(values) => values,
+        }
+    }
+}
+
 /// Rows of activations.
 pub struct Input<'a> {
     what: &'static str,
-    x: Cow<'a, [f32]>,
+    x: Values<'a>,
     cols: usize,
-    rotated: OnceLock<Vec<f32>>,
-    padded: [OnceLock<Vec<f32>>; 2],
+    rotated: OnceLock<Buf<f32>>,
+    padded: [OnceLock<Buf<f32>>; 2],
     int8: [OnceLock<Result<Int8Rows, NumericError>>; BLOCKS.len()],
 }
 
@@ -39,7 +80,7 @@ pub(crate) enum Operand<'a> {
 
 impl<'a> Input<'a> {
     /// Rows of `cols` numbers; `what` names them in errors.
-    pub fn new(what: &'static str, x: impl Into<Cow<'a, [f32]>>, cols: usize) -> Input<'a> {
+    pub fn new(what: &'static str, x: impl Into<Values<'a>>, cols: usize) -> Input<'a> {
         let x = x.into();
         assert!(cols > 0 && x.len().is_multiple_of(cols));
         Input {
@@ -67,19 +108,22 @@ impl<'a> Input<'a> {
         &self.x
     }
 
-    fn rotated(&self, isa: Isa) -> &[f32] {
+    fn rotated(&self, compute: &Compute) -> &[f32] {
         self.rotated.get_or_init(|| {
             let rotation: Arc<Rotation> = Rotation::shared(self.cols);
-            let mut rows = self.x.to_vec();
-            for row in rows.chunks_exact_mut(self.cols) {
-                rotation.apply(isa, row);
-            }
+            let mut rows = compute.scratch.copy(&self.x);
+            let parts = rows_mut(&mut rows, self.cols);
+            compute.team.rows(self.rows(), GRAIN, parts, |_, rows| {
+                for row in rows.chunks_exact_mut(self.cols) {
+                    rotation.apply(compute.isa, row);
+                }
+            });
             rows
         })
     }
 
-    fn in_basis_of(&self, isa: Isa, format: Format) -> &[f32] {
-        if format.is_rotated() { self.rotated(isa) } else { &self.x }
+    fn in_basis_of(&self, compute: &Compute, format: Format) -> &[f32] {
+        if format.is_rotated() { self.rotated(compute) } else { &self.x }
     }
 
     /// The form in which `desc` takes these rows.
@@ -89,20 +133,20 @@ impl<'a> Input<'a> {
         desc: &MatrixDesc,
     ) -> Result<Operand<'_>, NumericError> {
         assert_eq!(self.cols, desc.cols(), "rows of another length than the matrix has inputs");
-        let (isa, format) = (compute.isa, desc.format());
+        let format = desc.format();
         let Some((shape, _)) = desc.tile() else {
             return Ok(Operand::F32 { rows: &self.x, stride: self.cols });
         };
         if compute.activations == Activations::Int8 && desc.takes_int8() {
-            return self.int8(isa, format, &shape).map(Operand::Int8);
+            return self.int8(compute, format, &shape).map(Operand::Int8);
         }
-        let rows = self.in_basis_of(isa, format);
+        let rows = self.in_basis_of(compute, format);
         if self.cols.is_multiple_of(PAD) {
             return Ok(Operand::F32 { rows, stride: self.cols });
         }
         let stride = self.cols.next_multiple_of(PAD);
         let padded = self.padded[usize::from(format.is_rotated())].get_or_init(|| {
-            let mut padded = vec![0.0; self.rows() * stride];
+            let mut padded = compute.scratch.zeroed(self.rows() * stride);
             for (to, from) in padded.chunks_exact_mut(stride).zip(rows.chunks_exact(self.cols)) {
                 to[..self.cols].copy_from_slice(from);
             }
@@ -111,13 +155,18 @@ impl<'a> Input<'a> {
         Ok(Operand::F32 { rows: padded, stride })
     }
 
-    fn int8(&self, isa: Isa, format: Format, shape: &TileShape) -> Result<&Int8Rows, NumericError> {
+    fn int8(
+        &self,
+        compute: &Compute,
+        format: Format,
+        shape: &TileShape,
+    ) -> Result<&Int8Rows, NumericError> {
         let key = (format.is_rotated(), shape.block);
         let slot = BLOCKS.iter().position(|&known| known == key);
         let slot = slot.unwrap_or_else(|| panic!("no activation form for {format}"));
         let made = self.int8[slot].get_or_init(|| {
-            let rows = self.in_basis_of(isa, format);
-            Int8Rows::quantise(isa, self.what, rows, self.cols, shape.block)
+            let rows = self.in_basis_of(compute, format);
+            Int8Rows::quantise(compute, self.what, rows, self.cols, shape.block)
         });
         made.as_ref().map_err(NumericError::clone)
     }

@@ -29,5 +29,7 @@ pub use error::FormatError;
 pub use ffn::{ExpertDesc, ExpertRef, expert_ffn};
 pub use format::{Format, Fp8Scale, ScaleType};
 pub use input::Input;
-pub use matmul::matmul;
+#[doc(hidden)]
+pub use matmul::matmul_in_emulated_tiles;
+pub use matmul::{matmul, matmul_each};
 pub use matrix::{Arrangement, MatrixDesc, MatrixRef, QTensor, decode_row};

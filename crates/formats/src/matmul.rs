@@ -1,36 +1,71 @@
-//! Matrix products: rows of activations with a stored matrix, at every level.
+//! Matrix products: rows of activations with stored matrices, at every level.
 //!
 //! Tiles give 16 outputs at once, one lane each. With int8 activations a block of products is an
 //! exact integer, then one fused multiply-add per block, ascending (rule 3). With f32 activations
 //! one accumulator per output takes the inputs in ascending order, one fused multiply-add each.
 //! Formats without tiles use the 32 lanes of rule 2. A row's result never depends on the others:
-//! rows are only grouped to decode weights once for several of them.
+//! rows are only grouped to decode weights once for several of them, a [`few`] in registers,
+//! [`many`] through a decoded panel.
 
-use std::array;
-use std::ops::Range;
+mod few;
+mod many;
+mod packed;
+mod plain;
 
-use numerics::int8::{Int8Row, Int8Rows};
-use numerics::lanes::{self, LANES, Lanes};
 use numerics::multiversion;
-use numerics::simd::Simd;
-use numerics::team::Columns;
-use numerics::{Compute, NumericError};
+use numerics::simd::{Portable, Simd};
+use numerics::team::{Columns, Target};
+use numerics::{Compute, NumericError, function};
 
-use crate::format::FP8_BLOCK;
 use crate::input::{Input, Operand};
 use crate::int2::Int2;
 use crate::int3::Int3;
 use crate::int4::Int4;
 use crate::int8::Int8;
-use crate::matrix::fp8_scale;
+use crate::matmul::packed::{PackedRows, Packing};
 use crate::mxfp4::Mxfp4;
-use crate::tile::{Codes, ROWS, Scaling, TileShape};
+use crate::tile::{Codes, ROWS, Scaling};
 use crate::{Format, MatrixRef, e8};
 
-/// Output rows per unit of parallel work.
+/// Calls `$call` with the code type of a tiled format; `$plain` for the others.
+macro_rules! for_codes {
+    ($format:expr, |$codes:ident| $call:expr, $plain:expr) => {
+        match $format {
+            Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8B128(_) => $plain,
+            Format::Int8Row => {
+                type $codes = Int8;
+                $call
+            }
+            Format::Int4Row => {
+                type $codes = Int4<false>;
+                $call
+            }
+            Format::Int2Row => {
+                type $codes = Int2;
+                $call
+            }
+            Format::Int4Grouped(_) => {
+                type $codes = Int4<true>;
+                $call
+            }
+            Format::Int3G64 => {
+                type $codes = Int3;
+                $call
+            }
+            Format::E8Iq3 => {
+                type $codes = e8::E8;
+                $call
+            }
+            Format::Mxfp4 => {
+                type $codes = Mxfp4;
+                $call
+            }
+        }
+    };
+}
+
+/// Output rows per unit of parallel work: two pairs of tiles.
 const GRAIN: usize = 64;
-/// Output rows of row-by-row formats that one pass over the activations serves.
-const ROW_PASS: usize = 16;
 
 /// `out[i, o]` = activations row `rows[i]` (or row `i` where `rows` is `None`) times matrix row
 /// `o`. `out` is `[rows, desc.rows()]`.
@@ -41,14 +76,77 @@ pub fn matmul(
     rows: Option<&[u32]>,
     out: &mut [f32],
 ) -> Result<(), NumericError> {
-    let count = rows.map_or(input.rows(), <[u32]>::len);
-    let outputs = matrix.desc.rows();
-    assert_eq!(out.len(), count * outputs);
-    let operand = input.operand(compute, &matrix.desc)?;
-    let job = Job { matrix, operand, rows: Rows { selected: rows, count } };
-    let step = compute.team.step(outputs, GRAIN);
-    compute.team.columns(out, outputs, step, |out| run(compute.isa, &job, out));
+    matmul_each(compute, [matrix], input, rows, [out])
+}
+
+/// The products of the same rows with several matrices, as one piece of parallel work.
+pub fn matmul_each<const N: usize>(
+    compute: &Compute,
+    matrices: [MatrixRef<'_>; N],
+    input: &Input<'_>,
+    rows: Option<&[u32]>,
+    outs: [&mut [f32]; N],
+) -> Result<(), NumericError> {
+    let prepared = Prepared::new(compute, &of_level(compute), matrices, input, rows)?;
+    let mut at = 0;
+    let targets = outs.map(|out| {
+        let width = matrices[at].desc.rows();
+        at += 1;
+        assert_eq!(out.len(), prepared.rows.count * width);
+        Target { out, width, step: compute.team.step(width, GRAIN) }
+    });
+    compute.team.columns_of(targets, |matrix, out| run(compute.isa, &prepared.job(matrix), out));
     Ok(())
+}
+
+/// [`matmul`] of many int8 rows, on one thread, by the way of levels that have matrix tiles, with
+/// products emulated: all of it but the instructions themselves. For tests.
+#[doc(hidden)]
+pub fn matmul_in_emulated_tiles(
+    compute: &Compute,
+    matrix: MatrixRef<'_>,
+    input: &Input<'_>,
+    out: &mut [f32],
+) -> Result<(), NumericError> {
+    let tiles = Portable::<true>;
+    let packing = |format| packing_kernel(tiles, format, true);
+    let prepared = Prepared::new(compute, &packing, [matrix], input, None)?;
+    let (job, mut out) = (prepared.job(0), Columns::of(out, 0..matrix.desc.rows()));
+    if let Some(packed) = job.packed {
+        let format = matrix.desc.format();
+        for_codes!(format, |C| many::int8_tiles::<_, C>(tiles, &job, packed, &mut out), {});
+    }
+    Ok(())
+}
+
+/// `out[i, o]` = silu of the product with `gate`, times the product with `up`.
+pub fn matmul_gated(
+    compute: &Compute,
+    [gate, up]: [MatrixRef<'_>; 2],
+    input: &Input<'_>,
+    rows: Option<&[u32]>,
+    out: &mut [f32],
+) -> Result<(), NumericError> {
+    let prepared = Prepared::new(compute, &of_level(compute), [gate, up], input, rows)?;
+    let (width, count) = (gate.desc.rows(), prepared.rows.count);
+    assert!(up.desc.rows() == width && out.len() == count * width);
+    let step = compute.team.step(width, GRAIN);
+    compute.team.columns(out, width, step, |out| {
+        run(compute.isa, &prepared.job(0), out);
+        let mut ups = compute.scratch.zeroed(count * out.range().len());
+        let mut ups = Columns::of(&mut ups, out.range());
+        run(compute.isa, &prepared.job(1), &mut ups);
+        for row in 0..count {
+            function::silu_mul(compute.isa, out.row(row), ups.row(row));
+        }
+    });
+    Ok(())
+}
+
+/// How the level of a computation wants its rows packed.
+fn of_level(compute: &Compute) -> impl Fn(Format) -> Packing {
+    let isa = compute.isa;
+    move |format| packing(isa, format, isa.has_matrix_tiles())
 }
 
 /// Which activation rows take part.
@@ -65,79 +163,97 @@ impl Rows<'_> {
     }
 }
 
+/// The activations in the forms that some matrices take.
+struct Prepared<'a, const N: usize> {
+    matrices: [MatrixRef<'a>; N],
+    operands: [Operand<'a>; N],
+    rows: Rows<'a>,
+    /// Rows packed for the many-rows kernels, and which of them each matrix takes.
+    packed: Vec<PackedRows>,
+    packed_of: [Option<usize>; N],
+}
+
+impl<'a, const N: usize> Prepared<'a, N> {
+    fn new(
+        compute: &Compute,
+        packing: &dyn Fn(Format) -> Packing,
+        matrices: [MatrixRef<'a>; N],
+        input: &'a Input<'_>,
+        selected: Option<&'a [u32]>,
+    ) -> Result<Prepared<'a, N>, NumericError> {
+        let count = selected.map_or(input.rows(), <[u32]>::len);
+        let rows = Rows { selected, count };
+        let mut operands = [Operand::F32 { rows: &[], stride: 0 }; N];
+        let (mut packed, mut packed_of) = (Vec::<PackedRows>::new(), [None; N]);
+        for (at, matrix) in matrices.iter().enumerate() {
+            operands[at] = input.operand(compute, &matrix.desc)?;
+            let Operand::Int8(x) = operands[at] else { continue };
+            if count <= few::ROWS_MAX {
+                continue;
+            }
+            let packing = packing(matrix.desc.format());
+            let found = packed.iter().position(|known| known.is_of(x, packing));
+            packed_of[at] = Some(found.unwrap_or(packed.len()));
+            if found.is_none() {
+                packed.push(PackedRows::new(compute, x, &rows, packing));
+            }
+        }
+        Ok(Prepared { matrices, operands, rows, packed, packed_of })
+    }
+
+    fn job(&self, at: usize) -> Job<'_> {
+        Job {
+            matrix: self.matrices[at],
+            operand: self.operands[at],
+            packed: self.packed_of[at].map(|index| &self.packed[index]),
+            rows: self.rows,
+        }
+    }
+}
+
 struct Job<'a> {
     matrix: MatrixRef<'a>,
     operand: Operand<'a>,
+    /// The int8 operand, packed, where there are many rows.
+    packed: Option<&'a PackedRows>,
     rows: Rows<'a>,
 }
 
 multiversion! {
     /// Computes the columns of `out` (from a multiple of 16 on) for all rows.
     fn run(isa, job: &Job<'_>, out: &mut Columns<'_>) => run_kernel;
+    /// How a format's many-rows kernel wants int8 activations at a level.
+    fn packing(isa, format: Format, matrix_tiles: bool) -> Packing => packing_kernel;
 }
 
 #[inline(always)]
 fn run_kernel<S: Simd>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
-    match job.matrix.desc.format() {
-        Format::F32 => plain_rows::<S, F32>(simd, job, out),
-        Format::Bf16 => plain_rows::<S, Bf16>(simd, job, out),
-        Format::F16 => plain_rows::<S, F16>(simd, job, out),
-        Format::Fp8B128(_) => plain_rows::<S, E4m3>(simd, job, out),
-        Format::Int8Row => tiles::<S, Int8>(simd, job, out),
-        Format::Int4Row => tiles::<S, Int4<false>>(simd, job, out),
-        Format::Int2Row => tiles::<S, Int2>(simd, job, out),
-        Format::Int4Grouped(_) => tiles::<S, Int4<true>>(simd, job, out),
-        Format::Int3G64 => tiles::<S, Int3>(simd, job, out),
-        Format::E8Iq3 => tiles::<S, e8::E8>(simd, job, out),
-        Format::Mxfp4 => tiles::<S, Mxfp4>(simd, job, out),
-    }
+    for_codes!(
+        job.matrix.desc.format(),
+        |C| if job.rows.count <= few::ROWS_MAX {
+            few::tiles::<S, C>(simd, job, out)
+        } else {
+            many::tiles::<S, C>(simd, job, out)
+        },
+        plain::rows(simd, job, out)
+    )
 }
 
 #[inline(always)]
-fn tiles<S: Simd, C: Codes>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
-    let Some((shape, tile_bytes)) = job.matrix.desc.tile() else {
-        // A matrix of these formats kept row by row is only ever decoded.
-        panic!("a {} matrix stored by rows cannot be multiplied", job.matrix.desc.format());
-    };
-    for column in out.range().step_by(ROWS) {
-        let tile = &job.matrix.data[column / ROWS * tile_bytes..][..tile_bytes];
-        let columns = ROWS.min(out.range().end - column);
-        let mut row = 0;
-        while job.rows.count - row >= 4 {
-            tile_rows::<S, C, 4>(simd, job, &shape, tile, row, column..column + columns, out);
-            row += 4;
-        }
-        if job.rows.count - row >= 2 {
-            tile_rows::<S, C, 2>(simd, job, &shape, tile, row, column..column + columns, out);
-            row += 2;
-        }
-        if job.rows.count > row {
-            tile_rows::<S, C, 1>(simd, job, &shape, tile, row, column..column + columns, out);
-        }
-    }
+fn packing_kernel<S: Simd>(_simd: S, format: Format, matrix_tiles: bool) -> Packing {
+    let plain = Packing { bias: 0, row_unit: 1, matrix_tiles: false };
+    for_codes!(format, |C| many::packing::<S, C>(matrix_tiles), plain)
 }
 
-#[inline(always)]
-fn tile_rows<S: Simd, C: Codes, const R: usize>(
-    simd: S,
-    job: &Job<'_>,
-    shape: &TileShape,
-    tile: &[u8],
-    row: usize,
-    columns: Range<usize>,
-    out: &mut Columns<'_>,
-) {
-    let sums: [S::F; R] = match job.operand {
-        Operand::Int8(x) => int8_tile::<S, C, R>(simd, shape, tile, x, &job.rows, row),
-        Operand::F32 { rows, stride } => {
-            let x = array::from_fn(|r| &rows[job.rows.get(row + r) * stride..][..stride]);
-            f32_tile::<S, C, R>(simd, shape, tile, x)
-        }
-    };
-    for (r, sum) in sums.into_iter().enumerate() {
-        let mut values = [0.0; ROWS];
-        simd.store_f32(sum, &mut values);
-        out.put(row + r, columns.start, &values[..columns.len()]);
+impl<'a> Job<'a> {
+    /// The tile that holds output `column`, of a matrix that has tiles.
+    #[inline(always)]
+    fn tile(&self, column: usize) -> &'a [u8] {
+        let Some((_, tile_bytes)) = self.matrix.desc.tile() else {
+            // A matrix of these formats kept row by row is only ever decoded.
+            panic!("a {} matrix stored by rows cannot be multiplied", self.matrix.desc.format());
+        };
+        &self.matrix.data[column / ROWS * tile_bytes..][..tile_bytes]
     }
 }
 
@@ -145,6 +261,13 @@ fn tile_rows<S: Simd, C: Codes, const R: usize>(
 #[inline(always)]
 fn load_f32<S: Simd>(simd: S, bytes: &[u8]) -> S::F {
     simd.load_f32_le(&bytes.as_chunks::<64>().0[0])
+}
+
+/// Four int8 activations as one word.
+#[inline(always)]
+fn x_word(four: [i8; 4]) -> u32 {
+    let [a, b, c, d] = four;
+    u32::from_le_bytes([a as u8, b as u8, c as u8, d as u8])
 }
 
 /// Scales of a block for 16 rows: `header` is its group's, `chunk` its first chunk.
@@ -168,242 +291,19 @@ fn block_scales<S: Simd, C: Codes>(simd: S, header: &[u8], chunk: &[u8]) -> S::F
     }
 }
 
+/// `sums · (scales · x_scale) + acc`, as rule 3 says, for exact integer sums.
 #[inline(always)]
-fn int8_tile<S: Simd, C: Codes, const R: usize>(
+fn add_block<S: Simd, C: Codes>(
     simd: S,
-    shape: &TileShape,
-    tile: &[u8],
-    x: &Int8Rows,
-    rows: &Rows<'_>,
-    row: usize,
-) -> [S::F; R] {
-    let x: [Int8Row<'_>; R] = array::from_fn(|r| x.row(rows.get(row + r)));
-    let steps = C::CHUNK_INPUTS / 4;
-    let bias = if C::SIGNED { S::S8_BIAS } else { C::BIAS as i32 };
-    let mut acc = [simd.splat_f32(0.0); R];
-    let mut rest = &tile[shape.header_bytes..];
-    let (mut group_start, mut block) = (0, 0);
-    while group_start < shape.cols {
-        let group_inputs = shape.group.min(shape.cols - group_start);
-        let (group, after) = rest.split_at(shape.group_bytes(group_inputs));
-        let (header, mut codes) = group.split_at(shape.group_header_bytes);
-        rest = after;
-        let mut start = 0;
-        while start < group_inputs {
-            let inputs = shape.block.min(group_inputs - start);
-            let (chunks, later) = codes.split_at(shape.code_bytes(inputs));
-            codes = later;
-            let words = chunks.len() / C::CHUNK_BYTES * steps;
-            let first_word = (group_start + start) / 4;
-            let xs: [&[[i8; 4]]; R] =
-                array::from_fn(|r| &x[r].codes.as_chunks::<4>().0[first_word..][..words]);
-            let mut sums = [simd.splat(0); R];
-            for (at, chunk) in chunks.chunks_exact(C::CHUNK_BYTES).enumerate() {
-                for step in 0..steps {
-                    let w = C::codes(simd, chunk, step);
-                    for r in 0..R {
-                        let four = xs[r][at * steps + step].map(|code| code as u8);
-                        let x = simd.splat(u32::from_le_bytes(four));
-                        sums[r] = if C::SIGNED {
-                            simd.dot_s8(sums[r], w, x)
-                        } else {
-                            simd.dot_u8(sums[r], w, x)
-                        };
-                    }
-                }
-            }
-            let scales = block_scales::<S, C>(simd, header, chunks);
-            for r in 0..R {
-                let correction = simd.splat((bias * x[r].sums[block]) as u32);
-                let sum = simd.to_f32(simd.sub(sums[r], correction));
-                let x_scale = simd.splat_f32(x[r].scales[block]);
-                let scale = match C::SCALING {
-                    Scaling::Row => x_scale,
-                    Scaling::Group | Scaling::Ue8m0Half | Scaling::E8 => {
-                        simd.mul_f32(scales, x_scale)
-                    }
-                };
-                acc[r] = simd.fma(sum, scale, acc[r]);
-            }
-            start += inputs;
-            block += 1;
-        }
-        group_start += group_inputs;
-    }
-    if C::SCALING == Scaling::Row {
-        let scales = load_f32(simd, tile);
-        acc = acc.map(|acc| simd.mul_f32(acc, scales));
-    }
-    acc
-}
-
-#[inline(always)]
-fn f32_tile<S: Simd, C: Codes, const R: usize>(
-    simd: S,
-    shape: &TileShape,
-    tile: &[u8],
-    x: [&[f32]; R],
-) -> [S::F; R] {
-    let steps = C::CHUNK_INPUTS / 4;
-    let bias = simd.splat(C::BIAS);
-    let byte_mask = simd.splat(0xff);
-    let row_scales = match C::SCALING {
-        Scaling::Row => load_f32(simd, tile),
-        Scaling::Group | Scaling::Ue8m0Half | Scaling::E8 => simd.splat_f32(1.0),
+    sums: S::I,
+    scales: S::F,
+    x_scale: f32,
+    acc: S::F,
+) -> S::F {
+    let x_scale = simd.splat_f32(x_scale);
+    let scale = match C::SCALING {
+        Scaling::Row => x_scale,
+        Scaling::Group | Scaling::Ue8m0Half | Scaling::E8 => simd.mul_f32(scales, x_scale),
     };
-    let mut acc = [simd.splat_f32(0.0); R];
-    let mut rest = &tile[shape.header_bytes..];
-    let mut group_start = 0;
-    while group_start < shape.cols {
-        let group_inputs = shape.group.min(shape.cols - group_start);
-        let (group, after) = rest.split_at(shape.group_bytes(group_inputs));
-        let (header, codes) = group.split_at(shape.group_header_bytes);
-        rest = after;
-        let stored = shape.code_bytes(group_inputs) / C::CHUNK_BYTES;
-        let group_scales = match C::SCALING {
-            Scaling::Row => row_scales,
-            Scaling::Group | Scaling::Ue8m0Half => block_scales::<S, C>(simd, header, codes),
-            Scaling::E8 => row_scales,
-        };
-        for (at, chunk) in codes.chunks_exact(C::CHUNK_BYTES).take(stored).enumerate() {
-            let scales = match C::SCALING {
-                Scaling::E8 => block_scales::<S, C>(simd, header, chunk),
-                Scaling::Row | Scaling::Group | Scaling::Ue8m0Half => group_scales,
-            };
-            let first = group_start + at * C::CHUNK_INPUTS;
-            let xs: [&[f32]; R] = array::from_fn(|r| &x[r][first..][..C::CHUNK_INPUTS]);
-            for step in 0..steps {
-                let codes = C::unsigned(simd, C::codes(simd, chunk, step));
-                for byte in 0..4 {
-                    let code = simd.and(simd.shr(codes, 8 * byte as u32), byte_mask);
-                    let value = simd.to_f32(simd.sub(code, bias));
-                    let weight = simd.mul_f32(value, scales);
-                    for r in 0..R {
-                        let x = simd.splat_f32(xs[r][step * 4 + byte]);
-                        acc[r] = simd.fma(weight, x, acc[r]);
-                    }
-                }
-            }
-        }
-        group_start += group_inputs;
-    }
-    acc
-}
-
-/// How 32 weights of a format without tiles become f32.
-trait PlainRow {
-    /// Bytes per weight.
-    const SIZE: usize;
-    /// Loads 32 weights from `32 * SIZE` bytes.
-    fn load<S: Simd>(simd: S, bytes: &[u8]) -> Lanes<S>;
-}
-
-macro_rules! plain_row {
-    ($name:ident, $size:literal, $load:ident) => {
-        struct $name;
-        impl PlainRow for $name {
-            const SIZE: usize = $size;
-            #[inline(always)]
-            fn load<S: Simd>(simd: S, bytes: &[u8]) -> Lanes<S> {
-                let halves = bytes.as_chunks::<{ 16 * $size }>().0;
-                [simd.$load(&halves[0]), simd.$load(&halves[1])]
-            }
-        }
-    };
-}
-
-plain_row!(F32, 4, load_f32_le);
-plain_row!(Bf16, 2, load_bf16);
-plain_row!(F16, 2, load_f16);
-plain_row!(E4m3, 1, load_e4m3);
-
-#[inline(always)]
-fn plain_rows<S: Simd, P: PlainRow>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
-    let Operand::F32 { rows, stride } = job.operand else {
-        panic!("{} weights take f32 activations", job.matrix.desc.format());
-    };
-    let select = |row: usize| &rows[job.rows.get(row) * stride..][..stride];
-    for pass in out.range().step_by(ROW_PASS) {
-        let columns = pass..(pass + ROW_PASS).min(out.range().end);
-        let mut row = 0;
-        while job.rows.count - row >= 4 {
-            let x = array::from_fn(|r| select(row + r));
-            plain_dots::<S, P, 4>(simd, job, columns.clone(), row, x, out);
-            row += 4;
-        }
-        while job.rows.count > row {
-            plain_dots::<S, P, 1>(simd, job, columns.clone(), row, [select(row)], out);
-            row += 1;
-        }
-    }
-}
-
-#[inline(always)]
-fn plain_dots<S: Simd, P: PlainRow, const R: usize>(
-    simd: S,
-    job: &Job<'_>,
-    columns: Range<usize>,
-    row: usize,
-    x: [&[f32]; R],
-    out: &mut Columns<'_>,
-) {
-    let cols = job.matrix.desc.cols();
-    for column in columns {
-        let weights = &job.matrix.data[column * cols * P::SIZE..][..cols * P::SIZE];
-        let mut acc = [lanes::zero(simd); R];
-        match job.matrix.desc.format() {
-            Format::Fp8B128(kind) => {
-                let row_scales = job.matrix.desc.scale_range(
-                    column / FP8_BLOCK * FP8_BLOCK..column / FP8_BLOCK * FP8_BLOCK + 1,
-                );
-                let scales = &job.matrix.scales()[row_scales];
-                for (block, weights) in weights.chunks(FP8_BLOCK * P::SIZE).enumerate() {
-                    let scale = simd.splat_f32(fp8_scale(kind, scales, block));
-                    dot_run::<S, P, R>(simd, weights, &x, block * FP8_BLOCK, Some(scale), &mut acc);
-                }
-            }
-            _ => dot_run::<S, P, R>(simd, weights, &x, 0, None, &mut acc),
-        }
-        for (r, acc) in acc.into_iter().enumerate() {
-            out.put(row + r, column, &[lanes::fold(simd, acc)]);
-        }
-    }
-}
-
-/// Adds the products of a run of weights with inputs `start ..` to the lanes; a run that is not
-/// the row's last has a multiple of 32 weights.
-#[inline(always)]
-fn dot_run<S: Simd, P: PlainRow, const R: usize>(
-    simd: S,
-    weights: &[u8],
-    x: &[&[f32]; R],
-    start: usize,
-    scale: Option<S::F>,
-    acc: &mut [Lanes<S>; R],
-) {
-    let count = weights.len() / P::SIZE;
-    let x: [&[f32]; R] = array::from_fn(|r| &x[r][start..][..count]);
-    let scaled = |w: Lanes<S>| match scale {
-        Some(scale) => [simd.mul_f32(w[0], scale), simd.mul_f32(w[1], scale)],
-        None => w,
-    };
-    let full: [&[[f32; LANES]]; R] =
-        array::from_fn(|r| &x[r].as_chunks::<LANES>().0[..count / LANES]);
-    let runs = weights.chunks_exact(LANES * P::SIZE);
-    let tail = runs.remainder();
-    for (at, weights) in runs.enumerate() {
-        let w = scaled(P::load(simd, weights));
-        for r in 0..R {
-            acc[r] = lanes::fma(simd, w, lanes::load(simd, &full[r][at]), acc[r]);
-        }
-    }
-    if !tail.is_empty() {
-        let mut padded = [0; LANES * 4];
-        padded[..tail.len()].copy_from_slice(tail);
-        let w = scaled(P::load(simd, &padded));
-        for r in 0..R {
-            let x = lanes::padded(&x[r][count / LANES * LANES..]);
-            acc[r] = lanes::fma(simd, w, lanes::load(simd, &x), acc[r]);
-        }
-    }
+    simd.fma(simd.to_f32(sums), scale, acc)
 }

@@ -4,6 +4,8 @@
 //! followed by chunks of codes, whose order each format states. Rows beyond the matrix and inputs
 //! beyond the row are padding: kernels multiply the latter by zero and drop the former.
 
+use std::marker::PhantomData;
+
 use numerics::int8;
 use numerics::simd::Simd;
 
@@ -125,12 +127,8 @@ impl TileShape {
     }
 
     fn of<C: Codes>(cols: usize, group: usize, scale_inputs: Option<usize>) -> TileShape {
-        let (header_bytes, group_header_bytes) = match C::SCALING {
-            Scaling::Row => (4 * ROWS, 0),
-            Scaling::Group => (0, 4 * ROWS),
-            Scaling::Ue8m0Half => (0, ROWS),
-            Scaling::E8 => (0, 2 * ROWS),
-        };
+        let header_bytes = if C::SCALING == Scaling::Row { 4 * ROWS } else { 0 };
+        let group_header_bytes = group_header_bytes::<C>();
         TileShape {
             cols,
             group,
@@ -157,12 +155,95 @@ impl TileShape {
         self.group_header_bytes + self.code_bytes(stored)
     }
 
+    /// The activation blocks of a tile, in order.
+    #[inline(always)]
+    pub fn blocks<'a, C: Codes>(&self, tile: &'a [u8]) -> Blocks<'a, C> {
+        Blocks {
+            rest: &tile[self.header_bytes..],
+            header: &[],
+            codes: &[],
+            start: 0,
+            group_end: 0,
+            cols: self.cols,
+            group: self.group,
+            block: self.block,
+            _codes: PhantomData,
+        }
+    }
+
     /// Bytes of a tile; `None` on overflow.
     pub fn tile_bytes(&self) -> Option<usize> {
         let full = (self.cols / self.group).checked_mul(self.group_bytes(self.group))?;
         let rest = self.cols % self.group;
         let last = if rest == 0 { 0 } else { self.group_bytes(rest) };
         full.checked_add(last)?.checked_add(self.header_bytes)
+    }
+}
+
+/// One activation block of a tile.
+#[derive(Clone, Copy)]
+pub struct Block<'a> {
+    /// First input.
+    pub start: usize,
+    /// Scales of its group.
+    pub header: &'a [u8],
+    /// Its chunks of codes.
+    pub chunks: &'a [u8],
+}
+
+/// Iterator over the blocks of a tile; see [`TileShape::blocks`].
+pub struct Blocks<'a, C> {
+    rest: &'a [u8],
+    header: &'a [u8],
+    codes: &'a [u8],
+    start: usize,
+    group_end: usize,
+    cols: usize,
+    group: usize,
+    block: usize,
+    _codes: PhantomData<C>,
+}
+
+/// Bytes of codes of `inputs` inputs.
+#[inline(always)]
+const fn code_bytes<C: Codes>(inputs: usize) -> usize {
+    let unit = if C::CHUNK_INPUTS > INPUT_PAD { C::CHUNK_INPUTS } else { INPUT_PAD };
+    inputs.next_multiple_of(unit) / C::CHUNK_INPUTS * C::CHUNK_BYTES
+}
+
+/// Bytes of scales before the codes of each group.
+const fn group_header_bytes<C: Codes>() -> usize {
+    match C::SCALING {
+        Scaling::Row => 0,
+        Scaling::Group => 4 * ROWS,
+        Scaling::Ue8m0Half => ROWS,
+        Scaling::E8 => 2 * ROWS,
+    }
+}
+
+impl<'a, C: Codes> Iterator for Blocks<'a, C> {
+    type Item = Block<'a>;
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<Block<'a>> {
+        if self.start == self.group_end {
+            if self.start == self.cols {
+                return None;
+            }
+            let inputs = self.group.min(self.cols - self.start);
+            let stored = if matches!(C::SCALING, Scaling::E8) { self.group } else { inputs };
+            let header_bytes = group_header_bytes::<C>();
+            let (group, rest) = self.rest.split_at(header_bytes + code_bytes::<C>(stored));
+            (self.header, self.codes) = group.split_at(header_bytes);
+            self.rest = rest;
+            self.group_end = self.start + inputs;
+        }
+        let inputs = self.block.min(self.group_end - self.start);
+        let (chunks, codes) = self.codes.split_at(code_bytes::<C>(inputs));
+        self.codes = codes;
+        let block = Block { start: self.start, header: self.header, chunks };
+        self.start += inputs;
+        Some(block)
     }
 }
 

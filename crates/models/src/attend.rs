@@ -1,20 +1,67 @@
-//! One head's attention over selected keys of a sequence, by blocks of 512 ranks.
+//! Attention of several queries over keys that they share, by blocks of 512 ranks.
 
-use numerics::attention::{self, KEY_BLOCK, Running};
-use numerics::{Isa, NumericError};
+use std::array;
+
+use container::{Attention, Config};
+use numerics::attention::{KEY_BLOCK, Running};
+use numerics::{Compute, NumericError, products};
 
 use crate::kv::{KvKind, KvStore, PAGE};
+use crate::mla;
 
-/// The keys that a query attends to.
+/// Queries of one call: enough to share the loading of keys, few enough for their scores to stay
+/// in cache.
+pub const QUERIES_MAX: usize = 16;
+
+/// f32 numbers of working memory that one thread's attention takes, for steps of `rows` rows.
+pub fn attention_scratch(config: &Config, rows: usize) -> usize {
+    // Scores and block outputs of one call, and what brings queries into the keys' space.
+    match &config.attention {
+        Attention::Mla { kv_lora, nope, rope, v_dim, indexer, .. } => {
+            let scores = QUERIES_MAX * (KEY_BLOCK + kv_lora);
+            let index = indexer.as_ref().map_or(0, |indexer| indexer.heads * PAGE);
+            let rows = mla::ROW_CHUNK.min(rows);
+            let latents = rows * QUERIES_MAX * (2 * kv_lora + rope);
+            let head = nope.max(v_dim) * kv_lora + rows * kv_lora.max(v_dim);
+            scores + latents + head + index
+        }
+        Attention::Gqa { head_dim, .. } => QUERIES_MAX * (KEY_BLOCK + 2 * head_dim),
+    }
+}
+
+/// The keys that queries attend to.
 #[derive(Clone, Copy)]
 pub enum Selection<'a> {
-    /// Positions `0..count`.
-    First(usize),
+    /// Positions from 0 on.
+    First,
     /// These positions, ascending.
     Listed(&'a [u32]),
 }
 
-/// Where a head's keys and values lie in a sequence's state.
+/// One head of one row.
+#[derive(Clone, Copy, Default)]
+pub struct Query<'a> {
+    /// The query, as long as a key's part.
+    pub values: &'a [f32],
+    /// Keys of the selection that it attends to, from the first.
+    pub count: usize,
+    /// Its row of the batch, for errors.
+    pub row: usize,
+}
+
+/// Part of the rows of one kind of a sequence's state: the kind, its width and the first column.
+#[derive(Clone, Copy)]
+pub struct Part {
+    /// Keys or values.
+    pub kind: KvKind,
+    /// Numbers per position.
+    pub width: usize,
+    /// First of the numbers meant.
+    pub first: usize,
+}
+
+/// Where the keys and values of a head lie in a sequence's state.
+#[derive(Clone, Copy)]
 pub struct HeadState<'a> {
     /// The state.
     pub kv: &'a dyn KvStore,
@@ -22,56 +69,90 @@ pub struct HeadState<'a> {
     pub sequence: usize,
     /// The layer.
     pub layer: usize,
-    /// Kind, row width and first column of the keys.
-    pub key: (KvKind, usize, usize),
-    /// Kind, row width and first column of the values.
-    pub value: (KvKind, usize, usize),
+    /// The keys.
+    pub key: Part,
+    /// The values.
+    pub value: Part,
 }
 
-/// Attends with `query` over the selected keys; `out` gets the value numbers. A raw score that is
-/// not finite is an error that names `row`, the query's row of the batch.
+impl<'a> HeadState<'a> {
+    /// The numbers from the first of `part` on, of ranks `start ..` of a selection.
+    fn block(&self, part: Part, selection: Selection<'_>, start: usize, block: &mut [&'a [f32]]) {
+        let Part { kind, width, first } = part;
+        let page = |page| self.kv.page(self.sequence, self.layer, kind, page);
+        match selection {
+            // Pages are as long as blocks, so a block is the beginning of a page.
+            Selection::First => {
+                let rows = page(start / PAGE).chunks_exact(width);
+                block.iter_mut().zip(rows).for_each(|(to, row)| *to = &row[first..]);
+            }
+            Selection::Listed(list) => {
+                for (to, position) in block.iter_mut().zip(&list[start..]) {
+                    let position = *position as usize;
+                    let row = &page(position / PAGE)[position % PAGE * width..][..width];
+                    *to = &row[first..];
+                }
+            }
+        }
+    }
+}
+
+/// Attends with up to [`QUERIES_MAX`] queries; `out` gets `width` value numbers for each. A raw
+/// score that is not finite is an error that names the query's row.
 pub fn attend(
-    isa: Isa,
+    compute: &Compute,
     state: &HeadState<'_>,
-    query: &[f32],
+    queries: &[Query<'_>],
     scale: f32,
-    row: usize,
     selection: Selection<'_>,
+    width: usize,
     out: &mut [f32],
 ) -> Result<(), NumericError> {
-    let count = match selection {
-        Selection::First(count) => count,
-        Selection::Listed(list) => list.len(),
-    };
-    let numbers = |(kind, width, first): (KvKind, usize, usize), rank: usize, len: usize| {
-        let position = match selection {
-            Selection::First(_) => rank,
-            Selection::Listed(list) => list[rank] as usize,
-        };
-        let page = state.kv.page(state.sequence, state.layer, kind, position / PAGE);
-        &page[position % PAGE * width + first..][..len]
-    };
-    let mut running = Running::default();
-    let mut block_out = vec![0.0; out.len()];
-    let mut weights = vec![0.0; KEY_BLOCK.min(count)];
-    let mut rows: Vec<&[f32]> = Vec::with_capacity(KEY_BLOCK.min(count));
+    assert!(queries.len() <= QUERIES_MAX && out.len() == queries.len() * width);
+    let isa = compute.isa;
+    let longest = queries.iter().map(|query| query.count).max().unwrap_or(0);
+    let values: [&[f32]; QUERIES_MAX] =
+        array::from_fn(|at| queries.get(at).map_or(&[][..], |query| query.values));
+    let mut running = [Running::default(); QUERIES_MAX];
+    let mut scores = compute.scratch.zeroed(queries.len() * KEY_BLOCK.min(longest));
+    let mut block_out = compute.scratch.zeroed(out.len());
+    let mut block: [&[f32]; KEY_BLOCK] = [&[]; KEY_BLOCK];
     out.fill(0.0);
-    for start in (0..count).step_by(KEY_BLOCK) {
-        let end = (start + KEY_BLOCK).min(count);
-        let weights = &mut weights[..end - start];
-        rows.clear();
-        rows.extend((start..end).map(|rank| numbers(state.key, rank, query.len())));
-        attention::scores(isa, query, &rows, scale, weights);
-        let block = Running::weigh(isa, weights).map_err(|rank| NumericError::NonFinite {
-            what: "attention scores",
-            row,
-            element: start + rank,
-        })?;
-        rows.clear();
-        rows.extend((start..end).map(|rank| numbers(state.value, rank, out.len())));
-        attention::weighted_sum(isa, weights, &rows, &mut block_out);
-        running.merge(isa, block, &block_out, out);
+    for start in (0..longest).step_by(KEY_BLOCK) {
+        let len = KEY_BLOCK.min(longest - start);
+        // Keys of the block that a query attends to.
+        let of_query = |query: &Query<'_>| query.count.saturating_sub(start).min(len);
+        state.block(state.key, selection, start, &mut block[..len]);
+        let scores = &mut scores[..queries.len() * len];
+        products::dots(isa, &values[..queries.len()], &block[..len], scale, scores);
+        let mut sums = [(0.0, 0.0); QUERIES_MAX];
+        for ((query, scores), sum) in
+            queries.iter().zip(scores.chunks_exact_mut(len)).zip(&mut sums)
+        {
+            let weights = &mut scores[..of_query(query)];
+            *sum = Running::weigh(isa, weights).map_err(|rank| NumericError::NonFinite {
+                what: "attention scores",
+                row: query.row,
+                element: start + rank,
+            })?;
+        }
+        let weights: [&[f32]; QUERIES_MAX] = array::from_fn(|at| match queries.get(at) {
+            Some(query) => &scores[at * len..][..of_query(query)],
+            None => &[],
+        });
+        state.block(state.value, selection, start, &mut block[..len]);
+        block_out.fill(0.0);
+        let weights = &weights[..queries.len()];
+        products::weighted_sums(isa, weights, &block[..len], width, &mut block_out);
+        let outs = out.chunks_exact_mut(width).zip(block_out.chunks_exact(width));
+        for (at, (out, block_out)) in outs.enumerate() {
+            if !weights[at].is_empty() {
+                running[at].merge(isa, sums[at], block_out, out);
+            }
+        }
     }
-    running.finish(isa, out);
+    for (running, out) in running.into_iter().zip(out.chunks_exact_mut(width)) {
+        running.finish(isa, out);
+    }
     Ok(())
 }

@@ -3,13 +3,14 @@
 use container::{Config, Role};
 use experts::ExpertBackend;
 use formats::{Input, QTensor};
-use numerics::Compute;
 use numerics::rope::RopeTable;
+use numerics::{Buf, Compute};
 
 use crate::block::{check_finite, embed, linear, rms_rows};
 use crate::error::ModelError;
 use crate::family::{Family, Row, Step};
 use crate::kv::{KvShape, KvStore};
+use crate::profile::Profile;
 use crate::weights::{DenseLoad, DenseMemory};
 
 /// One layer of a family.
@@ -79,16 +80,17 @@ impl<L: DecoderLayer> Family for Decoder<L> {
     fn forward(
         &self,
         compute: &Compute,
+        profile: &Profile,
         rows: &[Row],
         kv: &mut dyn KvStore,
         experts: &dyn ExpertBackend,
         observe: &mut dyn FnMut(usize, usize) -> bool,
-    ) -> Result<Vec<f32>, ModelError> {
+    ) -> Result<Buf<f32>, ModelError> {
         let hidden = self.config.hidden_size;
-        let mut x = embed(compute.isa, &self.embedding, rows)?;
+        let mut x = embed(compute, &self.embedding, rows)?;
         let mut carry = L::Carry::default();
         for (at, layer) in self.layers.iter().enumerate() {
-            let step = Step { compute, layer: at, rope: &self.rope, rows };
+            let step = Step { compute, layer: at, rope: &self.rope, rows, profile };
             layer.forward(&step, &self.config, &mut x, &mut carry, kv, experts)?;
             check_finite(compute, "hidden state", &x, hidden).map_err(ModelError::at(at))?;
             if !observe(at + 1, self.layers.len()) {
@@ -98,7 +100,7 @@ impl<L: DecoderLayer> Family for Decoder<L> {
         Ok(x)
     }
 
-    fn logits(&self, compute: &Compute, hidden: &[f32]) -> Result<Vec<f32>, ModelError> {
+    fn logits(&self, compute: &Compute, hidden: &[f32]) -> Result<Buf<f32>, ModelError> {
         let config = &self.config;
         let numeric = ModelError::at(config.layers);
         let head = self.head.as_ref().unwrap_or(&self.embedding);

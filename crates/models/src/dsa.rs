@@ -6,9 +6,10 @@
 use container::{IndexerConfig, Role};
 use formats::{Input, QTensor};
 use numerics::rope::RopeLayout;
-use numerics::{Isa, NumericError, attention, lanes, norm, topk};
+use numerics::team::rows_mut;
+use numerics::{Compute, FirstError, NumericError, attention, function, norm, products, topk};
 
-use crate::block::{FirstError, check_finite, linear};
+use crate::block::{linear, linear_each, rotate_heads};
 use crate::error::ModelError;
 use crate::family::Step;
 use crate::kv::{KvKind, KvStore, PAGE};
@@ -16,6 +17,11 @@ use crate::weights::DenseLoad;
 
 /// Epsilon of the index keys' layer norm, as the reference builds it.
 const K_NORM_EPS: f32 = 1e-6;
+
+/// Rows whose scores are held at the same time.
+const WAVE_ROWS: usize = 16;
+/// Heads of the indexer that meet a page of keys together.
+const HEAD_GROUP: usize = 32;
 
 /// The indexer of one layer.
 pub struct Indexer {
@@ -60,80 +66,88 @@ impl Indexer {
         query_latent: &Input<'_>,
         kv: &mut dyn KvStore,
     ) -> Result<Selections, NumericError> {
-        let Step { compute, layer, rope, rows } = *step;
+        let Step { compute, layer, rope, rows, .. } = *step;
         let isa = compute.isa;
-        let keys = linear(compute, &self.key, x)?;
-        let mut key = vec![0.0; self.dim];
+        let [keys, mut weights] = linear_each(compute, [&self.key, &self.weights], x)?;
+        let mut key = compute.scratch.zeroed(self.dim);
         for (row, raw) in rows.iter().zip(keys.chunks_exact(self.dim)) {
             norm::layer_norm(isa, raw, &self.key_norm, &self.key_norm_bias, K_NORM_EPS, &mut key);
             rope.rotate(RopeLayout::Interleaved, row.position, &mut key);
             kv.write(row.sequence, layer, KvKind::Index, row.position, &key);
         }
-        if rows.iter().all(|row| row.position < self.topk) {
-            return Ok(rows.iter().map(|_| None).collect());
+        let mut selections: Selections = rows.iter().map(|_| None).collect();
+        // Rows beyond the first `topk` positions of their sequences choose among their keys.
+        let choosing: Vec<usize> =
+            (0..rows.len()).filter(|at| rows[*at].position >= self.topk).collect();
+        if choosing.is_empty() {
+            return Ok(selections);
         }
         let mut queries = linear(compute, &self.query, query_latent)?;
-        for (row, heads) in rows.iter().zip(queries.chunks_exact_mut(self.heads * self.dim)) {
-            for head in heads.chunks_exact_mut(self.dim) {
-                rope.rotate(RopeLayout::Interleaved, row.position, head);
-            }
-        }
-        let mut weights = linear(compute, &self.weights, x)?;
+        rotate_heads(step, RopeLayout::Interleaved, &mut queries, self.dim, 0);
         let factor = (1.0 / (self.heads as f64).sqrt()) as f32;
         weights.iter_mut().for_each(|weight| *weight *= factor);
 
         let kv: &dyn KvStore = kv;
-        let errors = FirstError::default();
-        let mut selections = Vec::with_capacity(rows.len());
-        for (at, row) in rows.iter().enumerate() {
-            let count = row.position + 1;
-            if count <= self.topk {
-                selections.push(None);
-                continue;
-            }
-            let query = &queries[at * self.heads * self.dim..][..self.heads * self.dim];
-            let weights = &weights[at * self.heads..][..self.heads];
-            let mut scores = vec![0.0; count];
-            compute.team.columns(&mut scores, count, PAGE, |scores| {
-                let page = scores.range().start / PAGE;
-                let keys = kv.page(row.sequence, layer, KvKind::Index, page);
-                let of_page = self.page_scores(isa, query, weights, keys, scores.range().len());
-                let checked = check_finite(compute, "index scores", &of_page, PAGE);
-                errors.keep(page, checked.map_err(|error| error.in_row(at)));
-                scores.put(0, page * PAGE, &of_page);
+        for wave in choosing.chunks(WAVE_ROWS) {
+            let longest = wave.iter().map(|at| rows[*at].position + 1).max().unwrap_or(0);
+            let mut scores = compute.scratch.zeroed(wave.len() * longest);
+            let errors = FirstError::default();
+            compute.team.columns(&mut scores, longest, PAGE, |scores| {
+                let range = scores.range();
+                for (slot, &at) in wave.iter().enumerate() {
+                    let count = (rows[at].position + 1).saturating_sub(range.start);
+                    let out = scores.row(slot);
+                    let count = count.min(out.len());
+                    let page = range.start / PAGE;
+                    let keys = kv.page(rows[at].sequence, layer, KvKind::Index, page);
+                    let query = &queries[at * self.heads * self.dim..][..self.heads * self.dim];
+                    let weights = &weights[at * self.heads..][..self.heads];
+                    self.page_scores(compute, query, weights, keys, &mut out[..count]);
+                    let error = match function::first_non_finite(isa, &out[..count]) {
+                        None => continue,
+                        Some(element) => element + range.start,
+                    };
+                    let what = "index scores";
+                    errors.keep(at, Err(NumericError::NonFinite { what, row: at, element: error }));
+                }
             });
-            let mut selected = topk::top_k(&scores, self.topk);
-            selected.sort_unstable();
-            selections.push(Some(selected));
+            errors.result()?;
+            let mut chosen: Vec<Vec<u32>> = wave.iter().map(|_| Vec::new()).collect();
+            compute.team.rows(wave.len(), 1, rows_mut(&mut chosen, 1), |slots, chosen| {
+                for (slot, chosen) in slots.zip(chosen) {
+                    let count = rows[wave[slot]].position + 1;
+                    *chosen = topk::top_k(&scores[slot * longest..][..count], self.topk);
+                    chosen.sort_unstable();
+                }
+            });
+            for (at, chosen) in wave.iter().zip(chosen) {
+                selections[*at] = Some(chosen);
+            }
         }
-        errors.result()?;
         Ok(selections)
     }
 
-    /// Scores of the first `count` keys of a page.
+    /// Scores of the first keys of a page, as many as `out` holds.
     fn page_scores(
         &self,
-        isa: Isa,
+        compute: &Compute,
         query: &[f32],
         weights: &[f32],
         keys: &[f32],
-        count: usize,
-    ) -> Vec<f32> {
+        out: &mut [f32],
+    ) {
         let scale = (1.0 / (self.dim as f64).sqrt()) as f32;
-        let keys: Vec<&[f32]> = keys.chunks_exact(self.dim).take(count).collect();
-        let mut by_head = vec![0.0; self.heads * count];
-        for (query, out) in query.chunks_exact(self.dim).zip(by_head.chunks_exact_mut(count)) {
-            attention::scores(isa, query, &keys, scale, out);
+        let count = out.len();
+        let mut rows: [&[f32]; PAGE] = [&[]; PAGE];
+        rows.iter_mut().zip(keys.chunks_exact(self.dim)).for_each(|(to, key)| *to = key);
+        let rows = &rows[..count];
+        let mut by_head = compute.scratch.zeroed(self.heads * count);
+        let queries = query.chunks(HEAD_GROUP * self.dim);
+        for (query, out) in queries.zip(by_head.chunks_mut(HEAD_GROUP * count)) {
+            let mut heads: [&[f32]; HEAD_GROUP] = [&[]; HEAD_GROUP];
+            heads.iter_mut().zip(query.chunks_exact(self.dim)).for_each(|(to, head)| *to = head);
+            products::dots(compute.isa, &heads[..query.len() / self.dim], rows, scale, out);
         }
-        let mut of_key = vec![0.0; self.heads];
-        let score = |key: usize| {
-            for (head, of_key) in of_key.iter_mut().enumerate() {
-                let raw = by_head[head * count + key];
-                // Not a maximum: a NaN must stay one.
-                *of_key = if raw > 0.0 { raw } else { raw * 0.0 };
-            }
-            lanes::dot(isa, weights, &of_key)
-        };
-        (0..count).map(score).collect()
+        attention::index_scores(compute.isa, weights, &by_head, out);
     }
 }

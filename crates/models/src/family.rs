@@ -2,13 +2,14 @@
 
 use container::{Config, Family as FamilyId, Model};
 use experts::{ExpertBackend, Ledger, Reader};
-use numerics::Compute;
 use numerics::rope::RopeTable;
+use numerics::{Buf, Compute};
 
 use crate::error::ModelError;
 use crate::glm;
 use crate::kv::{KvShape, KvStore};
 use crate::olmoe;
+use crate::profile::Profile;
 use crate::weights::{DenseLoad, Int8Classes};
 
 /// One token of a step.
@@ -29,6 +30,7 @@ pub(crate) struct Step<'a> {
     pub layer: usize,
     pub rope: &'a RopeTable,
     pub rows: &'a [Row],
+    pub profile: &'a Profile,
 }
 
 /// A loaded model: dense weights and the mathematics over them.
@@ -47,14 +49,15 @@ pub trait Family: Send + Sync {
     fn forward(
         &self,
         compute: &Compute,
+        profile: &Profile,
         rows: &[Row],
         kv: &mut dyn KvStore,
         experts: &dyn ExpertBackend,
         observe: &mut dyn FnMut(usize, usize) -> bool,
-    ) -> Result<Vec<f32>, ModelError>;
+    ) -> Result<Buf<f32>, ModelError>;
 
     /// Logits of hidden states, `[rows, vocab]`.
-    fn logits(&self, compute: &Compute, hidden: &[f32]) -> Result<Vec<f32>, ModelError>;
+    fn logits(&self, compute: &Compute, hidden: &[f32]) -> Result<Buf<f32>, ModelError>;
 }
 
 /// Loads the dense weights of a model for contexts of up to `positions` tokens. `progress` is

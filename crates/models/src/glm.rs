@@ -6,9 +6,9 @@
 use container::{Attention, Config, IndexerKind, LayerKind, Presence, Role};
 use experts::ExpertBackend;
 use formats::Input;
-use numerics::{Isa, function};
+use numerics::Isa;
 
-use crate::block::rms_rows;
+use crate::block::{add_rows, rms_rows};
 use crate::decoder::{Decoder, DecoderLayer};
 use crate::dsa::{Indexer, Selections};
 use crate::error::{ModelError, family_error};
@@ -17,6 +17,7 @@ use crate::kv::{KvShape, KvStore};
 use crate::mla::{Mla, MlaShape};
 use crate::mlp;
 use crate::moe::Moe;
+use crate::profile::Activity;
 use crate::weights::{DenseLoad, Ffn};
 
 enum FeedForward {
@@ -111,15 +112,15 @@ impl DecoderLayer for Layer {
         kv: &mut dyn KvStore,
         experts: &dyn ExpertBackend,
     ) -> Result<(), ModelError> {
-        let Step { compute, layer, rows, .. } = *step;
+        let Step { compute, layer, rows, profile, .. } = *step;
+        profile.enter(Activity::Attention);
         let numeric = ModelError::at(layer);
         let hidden = config.hidden_size;
         let normed = rms_rows(compute, x, &self.input_norm, config.rms_norm_eps);
         let input = Input::new("attention input", normed, hidden);
-        let latent = self.attention.query_latent(compute, &input).map_err(&numeric)?;
+        let latent = self.attention.project(step, &input, kv).map_err(&numeric)?;
         let width = latent.len() / rows.len();
         let latent = Input::new("query latent", latent, width);
-        self.attention.write_keys(step, &input, kv).map_err(&numeric)?;
         match &self.select {
             Select::Own(indexer) => {
                 *selections = indexer.select(step, &input, &latent, kv).map_err(&numeric)?;
@@ -134,14 +135,15 @@ impl DecoderLayer for Layer {
             }
         }
         let attended = self.attention.attend(step, &latent, selections, kv).map_err(&numeric)?;
-        function::add(compute.isa, x, &attended);
+        add_rows(compute, x, &attended, hidden);
+        profile.enter(Activity::Other);
         let normed = rms_rows(compute, x, &self.post_norm, config.rms_norm_eps);
         let input = Input::new("feed-forward input", normed, hidden);
         let out = match &self.feed_forward {
             FeedForward::Dense(ffn) => mlp::forward(compute, ffn, &input).map_err(&numeric)?,
-            FeedForward::Sparse(moe) => moe.forward(compute, layer, &input, experts)?,
+            FeedForward::Sparse(moe) => moe.forward(step, &input, experts)?,
         };
-        function::add(compute.isa, x, &out);
+        add_rows(compute, x, &out, hidden);
         Ok(())
     }
 }

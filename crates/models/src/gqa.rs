@@ -2,11 +2,12 @@
 
 use container::{Attention, Config, Role};
 use formats::{Input, QTensor};
-use numerics::NumericError;
 use numerics::rope::RopeLayout;
+use numerics::team::Columns;
+use numerics::{Buf, FirstError, NumericError};
 
-use crate::attend::{HeadState, Selection, attend};
-use crate::block::{FirstError, linear, rms_rows};
+use crate::attend::{HeadState, Part, QUERIES_MAX, Query, Selection, attend};
+use crate::block::{linear, linear_each, rms_rows, rotate_heads};
 use crate::error::ModelError;
 use crate::family::Step;
 use crate::kv::{KvKind, KvStore};
@@ -81,55 +82,83 @@ impl Gqa {
         step: &Step<'_>,
         x: &Input<'_>,
         kv: &mut dyn KvStore,
-    ) -> Result<Vec<f32>, NumericError> {
-        let Step { compute, layer, rope, rows } = *step;
+    ) -> Result<Buf<f32>, NumericError> {
+        let Step { compute, layer, rows, .. } = *step;
         let GqaShape { heads, kv_heads, dim, eps } = self.shape;
-        let mut queries = linear(compute, &self.query, x)?;
-        let mut keys = linear(compute, &self.key, x)?;
-        let values = linear(compute, &self.value, x)?;
+        let projections = [&self.query, &self.key, &self.value];
+        let [mut queries, mut keys, values] = linear_each(compute, projections, x)?;
         if let Some([query_norm, key_norm]) = &self.norms {
             queries = rms_rows(compute, &queries, query_norm, eps);
             keys = rms_rows(compute, &keys, key_norm, eps);
         }
+        rotate_heads(step, RopeLayout::HalfSplit, &mut queries, dim, 0);
+        rotate_heads(step, RopeLayout::HalfSplit, &mut keys, dim, 0);
         let kv_width = kv_heads * dim;
-        for (at, row) in rows.iter().enumerate() {
-            for head in queries[at * heads * dim..][..heads * dim].chunks_exact_mut(dim) {
-                rope.rotate(RopeLayout::HalfSplit, row.position, head);
-            }
-            let key = &mut keys[at * kv_width..][..kv_width];
-            for head in key.chunks_exact_mut(dim) {
-                rope.rotate(RopeLayout::HalfSplit, row.position, head);
-            }
+        let written = keys.chunks_exact(kv_width).zip(values.chunks_exact(kv_width));
+        for (row, (key, value)) in rows.iter().zip(written) {
             kv.write(row.sequence, layer, KvKind::Key, row.position, key);
-            let value = &values[at * kv_width..][..kv_width];
             kv.write(row.sequence, layer, KvKind::Value, row.position, value);
         }
         let kv: &dyn KvStore = kv;
-        let scale = (1.0 / (dim as f64).sqrt()) as f32;
-        let mut out = vec![0.0; rows.len() * heads * dim];
+        let mut out = compute.scratch.zeroed(rows.len() * heads * dim);
         let errors = FirstError::default();
-        compute.team.columns(&mut out, heads * dim, dim, |columns| {
-            let head = columns.range().start / dim;
-            let first = head / (heads / kv_heads) * dim;
-            let mut head_out = vec![0.0; dim];
-            for (at, row) in rows.iter().enumerate() {
-                let state = HeadState {
-                    kv,
-                    sequence: row.sequence,
-                    layer,
-                    key: (KvKind::Key, kv_width, first),
-                    value: (KvKind::Value, kv_width, first),
-                };
-                let query = &queries[(at * heads + head) * dim..][..dim];
-                let selection = Selection::First(row.position + 1);
-                let attended =
-                    attend(compute.isa, &state, query, scale, at, selection, &mut head_out);
-                errors.keep(head, attended);
-                columns.put(at, head * dim, &head_out);
-            }
+        // The heads that share keys go together.
+        let step_width = heads / kv_heads * dim;
+        compute.team.columns(&mut out, heads * dim, step_width, |columns| {
+            let attended = self.attend_heads(step, &queries, kv, columns);
+            errors.keep(columns.range().start, attended);
         });
         errors.result()?;
         let input = Input::new("attention output", out, heads * dim);
         linear(compute, &self.output, &input)
+    }
+
+    /// Attends with the heads of one group of keys, whose columns `out` holds.
+    fn attend_heads(
+        &self,
+        step: &Step<'_>,
+        queries: &[f32],
+        kv: &dyn KvStore,
+        out: &mut Columns<'_>,
+    ) -> Result<(), NumericError> {
+        let Step { compute, layer, rows, .. } = *step;
+        let GqaShape { heads, kv_heads, dim, .. } = self.shape;
+        let (width, columns, kv_width) = (heads * dim, out.range(), kv_heads * dim);
+        let per_group = columns.len() / dim;
+        let scale = (1.0 / (dim as f64).sqrt()) as f32;
+        let first = columns.start / columns.len() * dim;
+        // Every head of every row, rows ascending, so that neighbours see nearly the same keys.
+        let total = rows.len() * per_group;
+        let mut group_out = compute.scratch.zeroed(QUERIES_MAX.min(total) * dim);
+        let mut start = 0;
+        while start < total {
+            let sequence = rows[start / per_group].sequence;
+            let same = rows[start / per_group..].iter().take_while(|row| row.sequence == sequence);
+            let end = (start + QUERIES_MAX).min((start / per_group + same.count()) * per_group);
+            let mut group = [Query::default(); QUERIES_MAX];
+            for (query, at) in group.iter_mut().zip(start..end) {
+                let row = at / per_group;
+                let column = columns.start + at % per_group * dim;
+                *query = Query {
+                    values: &queries[row * width + column..][..dim],
+                    count: rows[row].position + 1,
+                    row,
+                };
+            }
+            let state = HeadState {
+                kv,
+                sequence,
+                layer,
+                key: Part { kind: KvKind::Key, width: kv_width, first },
+                value: Part { kind: KvKind::Value, width: kv_width, first },
+            };
+            let (group, outs) = (&group[..end - start], &mut group_out[..(end - start) * dim]);
+            attend(compute, &state, group, scale, Selection::First, dim, outs)?;
+            for (at, values) in (start..end).zip(outs.chunks_exact(dim)) {
+                out.put(at / per_group, columns.start + at % per_group * dim, values);
+            }
+            start = end;
+        }
+        Ok(())
     }
 }

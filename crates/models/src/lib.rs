@@ -17,9 +17,12 @@ mod mla;
 mod mlp;
 mod moe;
 mod olmoe;
+mod profile;
 mod weights;
 
+pub use attend::attention_scratch;
 pub use error::ModelError;
 pub use family::{Family, Row, open_family};
 pub use kv::{KvKind, KvShape, KvStore, PAGE};
+pub use profile::{Activity, Profile, Spent, Stage};
 pub use weights::{DenseLoad, Int8Classes, planned_dense_bytes};

@@ -4,14 +4,17 @@
 //! brought into latent space through its rows of `kv_b` (`q_lat[c] = Σ_d q[d] W[d, c]`, ascending
 //! d), scores are dots over latent and rotary numbers, values are read off the attended latent.
 
+use std::array;
+use std::ops::Range;
+
 use container::{Attention, Config, Role};
 use formats::{Input, QTensor};
 use numerics::rope::RopeLayout;
 use numerics::team::Columns;
-use numerics::{Compute, NumericError, lanes};
+use numerics::{Buf, Compute, FirstError, NumericError, norm, products};
 
-use crate::attend::{HeadState, Selection, attend};
-use crate::block::{FirstError, linear, rms_rows};
+use crate::attend::{HeadState, Part, QUERIES_MAX, Query, Selection, attend};
+use crate::block::{linear, linear_each, rms_rows, rotate_heads};
 use crate::dsa::Selections;
 use crate::error::ModelError;
 use crate::family::Step;
@@ -20,6 +23,12 @@ use crate::weights::DenseLoad;
 
 /// Epsilon of the latent norms, as the reference builds them.
 const LATENT_NORM_EPS: f32 = 1e-6;
+
+/// Rows brought into latent space together: enough to share the decoding of `kv_b`, few enough for
+/// their latents to stay in cache.
+pub const ROW_CHUNK: usize = 64;
+/// Rows of `kv_b` that meet queries or latents together.
+const ROWS_AT_ONCE: usize = 256;
 
 /// Sizes of the attention.
 #[derive(Clone, Copy, Debug)]
@@ -80,31 +89,27 @@ impl Mla {
         })
     }
 
-    /// The normalised query latents of the rows, shared by heads and indexer.
-    pub fn query_latent(&self, compute: &Compute, x: &Input<'_>) -> Result<Vec<f32>, NumericError> {
-        let raw = linear(compute, &self.query_a, x)?;
-        Ok(rms_rows(compute, &raw, &self.query_a_norm, LATENT_NORM_EPS))
-    }
-
-    /// Writes the rows' keys to the state.
-    pub fn write_keys(
+    /// Writes the rows' keys to the state; returns the normalised query latents of the rows, which
+    /// heads and indexer share.
+    pub fn project(
         &self,
         step: &Step<'_>,
         x: &Input<'_>,
         kv: &mut dyn KvStore,
-    ) -> Result<(), NumericError> {
-        let Step { compute, layer, rope, rows } = *step;
+    ) -> Result<Buf<f32>, NumericError> {
+        let Step { compute, layer, rope, rows, .. } = *step;
         let MlaShape { kv_lora, rope: rope_dim, .. } = self.shape;
-        let raw = linear(compute, &self.kv_a, x)?;
-        let mut key = vec![0.0; kv_lora + rope_dim];
-        for (row, raw) in rows.iter().zip(raw.chunks_exact(kv_lora + rope_dim)) {
-            let latent = rms_rows(compute, &raw[..kv_lora], &self.kv_a_norm, LATENT_NORM_EPS);
-            key[..kv_lora].copy_from_slice(&latent);
-            key[kv_lora..].copy_from_slice(&raw[kv_lora..]);
-            rope.rotate(RopeLayout::Interleaved, row.position, &mut key[kv_lora..]);
-            kv.write(row.sequence, layer, KvKind::Key, row.position, &key);
+        let [raw_query, mut raw_key] = linear_each(compute, [&self.query_a, &self.kv_a], x)?;
+        let mut latent = compute.scratch.zeroed(kv_lora);
+        for (row, raw) in rows.iter().zip(raw_key.chunks_exact_mut(kv_lora + rope_dim)) {
+            let (raw_latent, raw_rope) = raw.split_at_mut(kv_lora);
+            let norm = &self.kv_a_norm;
+            norm::rms_norm(compute.isa, raw_latent, norm, LATENT_NORM_EPS, &mut latent);
+            raw_latent.copy_from_slice(&latent);
+            rope.rotate(RopeLayout::Interleaved, row.position, raw_rope);
+            kv.write(row.sequence, layer, KvKind::Key, row.position, raw);
         }
-        Ok(())
+        Ok(rms_rows(compute, &raw_query, &self.query_a_norm, LATENT_NORM_EPS))
     }
 
     /// The attention output of the rows, `[rows, hidden]`. Keys must have been written.
@@ -114,20 +119,16 @@ impl Mla {
         query_latent: &Input<'_>,
         selections: &Selections,
         kv: &dyn KvStore,
-    ) -> Result<Vec<f32>, NumericError> {
-        let Step { compute, rope, rows, .. } = *step;
+    ) -> Result<Buf<f32>, NumericError> {
+        let Step { compute, rows, .. } = *step;
         let MlaShape { heads, nope, rope: rope_dim, value, .. } = self.shape;
-        let head_width = nope + rope_dim;
         let mut queries = linear(compute, &self.query_b, query_latent)?;
-        for (row, query) in rows.iter().zip(queries.chunks_exact_mut(heads * head_width)) {
-            for head in query.chunks_exact_mut(head_width) {
-                rope.rotate(RopeLayout::Interleaved, row.position, &mut head[nope..]);
-            }
-        }
-        let mut out = vec![0.0; rows.len() * heads * value];
+        rotate_heads(step, RopeLayout::Interleaved, &mut queries, nope + rope_dim, nope);
+        let mut out = compute.scratch.zeroed(rows.len() * heads * value);
         let errors = FirstError::default();
-        compute.team.columns(&mut out, heads * value, value, |columns| {
-            let attended = self.attend_head(step, &queries, selections, kv, columns);
+        let heads_per_task = compute.team.step(heads, 1).min(QUERIES_MAX);
+        compute.team.columns(&mut out, heads * value, heads_per_task * value, |columns| {
+            let attended = self.attend_heads(step, &queries, selections, kv, columns);
             errors.keep(columns.range().start, attended);
         });
         errors.result()?;
@@ -135,8 +136,9 @@ impl Mla {
         linear(compute, &self.output, &input)
     }
 
-    /// Attends with the head whose value columns `out` holds.
-    fn attend_head(
+    /// Attends with the heads whose value columns `out` holds: some rows at a time are brought into
+    /// latent space, then each row's heads, which share its keys, attend together.
+    fn attend_heads(
         &self,
         step: &Step<'_>,
         queries: &[f32],
@@ -146,44 +148,111 @@ impl Mla {
     ) -> Result<(), NumericError> {
         let Step { compute, layer, rows, .. } = *step;
         let MlaShape { heads, kv_lora, nope, rope: rope_dim, value } = self.shape;
-        let head = out.range().start / value;
-        let (isa, head_width) = (compute.isa, nope + rope_dim);
-        let first_row = head * (nope + value);
-        let query_of = |at: usize| &queries[(at * heads + head) * head_width..][..head_width];
-        let width = kv_lora + rope_dim;
-        let mut absorbed = vec![0.0; rows.len() * width];
-        let mut weights = vec![0.0; kv_lora];
-        for d in 0..nope {
-            self.kv_b.view().decode_row(isa, first_row + d, &mut weights);
-            for (at, absorbed) in absorbed.chunks_exact_mut(width).enumerate() {
-                lanes::axpy(isa, query_of(at)[d], &weights, &mut absorbed[..kv_lora]);
-            }
-        }
+        let (head_width, width) = (nope + rope_dim, kv_lora + rope_dim);
+        let task = out.range().start / value..out.range().end / value;
         let scale = (1.0 / (head_width as f64).sqrt()) as f32;
-        let mut latents = vec![0.0; rows.len() * kv_lora];
-        for (at, row) in rows.iter().enumerate() {
-            let query = &mut absorbed[at * width..][..width];
-            query[kv_lora..].copy_from_slice(&query_of(at)[nope..]);
-            let state = HeadState {
-                kv,
-                sequence: row.sequence,
-                layer,
-                key: (KvKind::Key, width, 0),
-                value: (KvKind::Key, width, 0),
-            };
-            let selection = match &selections[at] {
-                None => Selection::First(row.position + 1),
-                Some(list) => Selection::Listed(list),
-            };
-            let latent = &mut latents[at * kv_lora..][..kv_lora];
-            attend(isa, &state, query, scale, at, selection, latent)?;
-        }
-        for d in 0..value {
-            self.kv_b.view().decode_row(isa, first_row + nope + d, &mut weights);
-            for (at, latent) in latents.chunks_exact(kv_lora).enumerate() {
-                out.put(at, head * value + d, &[lanes::dot(isa, &weights, latent)]);
+        let scratch = &compute.scratch;
+        let chunk = ROW_CHUNK.min(rows.len());
+        let mut absorbed = scratch.zeroed(chunk * task.len() * width);
+        let mut latents = scratch.zeroed(chunk * task.len() * kv_lora);
+        let mut weights = scratch.zeroed(nope.max(value) * kv_lora);
+        let mut of_head = scratch.zeroed(chunk * kv_lora.max(value));
+        for first in (0..rows.len()).step_by(ROW_CHUNK) {
+            let rows = first..(first + ROW_CHUNK).min(rows.len());
+            for (slot, head) in task.clone().enumerate() {
+                let weights = self.weight_rows(compute, head, 0..nope, &mut weights);
+                let query =
+                    |row: usize| &queries[(row * heads + head) * head_width..][..head_width];
+                let of_head = &mut of_head[..rows.len() * kv_lora];
+                of_head.fill(0.0);
+                for (group, out) in
+                    groups(rows.clone()).zip(of_head.chunks_mut(QUERIES_MAX * kv_lora))
+                {
+                    let parts: [&[f32]; QUERIES_MAX] =
+                        array::from_fn(|at| &query((group.start + at).min(group.end - 1))[..nope]);
+                    let parts = &parts[..group.len()];
+                    with_rows(weights, kv_lora, |start, weights| {
+                        let mut some = [&[][..]; QUERIES_MAX];
+                        for (some, part) in some.iter_mut().zip(parts) {
+                            *some = &part[start..start + weights.len()];
+                        }
+                        let some = &some[..parts.len()];
+                        products::weighted_sums(compute.isa, some, weights, kv_lora, out);
+                    });
+                }
+                for (at, row) in rows.clone().enumerate() {
+                    let to = &mut absorbed[(at * task.len() + slot) * width..][..width];
+                    to[..kv_lora].copy_from_slice(&of_head[at * kv_lora..][..kv_lora]);
+                    to[kv_lora..].copy_from_slice(&query(row)[nope..]);
+                }
+            }
+            for (at, row) in rows.clone().enumerate() {
+                let count = selections[row].as_ref().map_or(step.rows[row].position + 1, Vec::len);
+                let mut group = [Query::default(); QUERIES_MAX];
+                for (slot, query) in group[..task.len()].iter_mut().enumerate() {
+                    let values = &absorbed[(at * task.len() + slot) * width..][..width];
+                    *query = Query { values, count, row };
+                }
+                let selection = match &selections[row] {
+                    None => Selection::First,
+                    Some(list) => Selection::Listed(list),
+                };
+                let sequence = step.rows[row].sequence;
+                let part = Part { kind: KvKind::Key, width, first: 0 };
+                let state = HeadState { kv, sequence, layer, key: part, value: part };
+                let per_row = task.len() * kv_lora;
+                let latents = &mut latents[at * per_row..][..per_row];
+                attend(compute, &state, &group[..task.len()], scale, selection, kv_lora, latents)?;
+            }
+            for (slot, head) in task.clone().enumerate() {
+                let weights = self.weight_rows(compute, head, nope..nope + value, &mut weights);
+                for group in groups(0..rows.len()) {
+                    let latent = |at: usize| &latents[(at * task.len() + slot) * kv_lora..];
+                    let parts: [&[f32]; QUERIES_MAX] = array::from_fn(|at| {
+                        &latent((group.start + at).min(group.end - 1))[..kv_lora]
+                    });
+                    with_rows(weights, kv_lora, |start, weights| {
+                        let outs = &mut of_head[..group.len() * weights.len()];
+                        products::dots(compute.isa, &parts[..group.len()], weights, 1.0, outs);
+                        for (at, values) in group.clone().zip(outs.chunks_exact(weights.len())) {
+                            out.put(rows.start + at, head * value + start, values);
+                        }
+                    });
+                }
             }
         }
         Ok(())
+    }
+
+    /// Decodes some rows of a head's part of `kv_b`.
+    fn weight_rows<'b>(
+        &self,
+        compute: &Compute,
+        head: usize,
+        range: Range<usize>,
+        out: &'b mut [f32],
+    ) -> &'b [f32] {
+        let MlaShape { kv_lora, nope, value, .. } = self.shape;
+        let first = head * (nope + value);
+        let out = &mut out[..range.len() * kv_lora];
+        for (row, out) in range.zip(out.chunks_exact_mut(kv_lora)) {
+            self.kv_b.view().decode_row(compute.isa, first + row, out);
+        }
+        out
+    }
+}
+
+/// Ranges of up to [`QUERIES_MAX`] rows.
+fn groups(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = rows.end;
+    rows.step_by(QUERIES_MAX).map(move |start| start..(start + QUERIES_MAX).min(end))
+}
+
+/// Calls `with` with the rows of a matrix, some at a time, and the index of the first of them.
+fn with_rows(matrix: &[f32], width: usize, mut with: impl FnMut(usize, &[&[f32]])) {
+    for (at, some) in matrix.chunks(ROWS_AT_ONCE * width).enumerate() {
+        let mut rows: [&[f32]; ROWS_AT_ONCE] = [&[]; ROWS_AT_ONCE];
+        rows.iter_mut().zip(some.chunks_exact(width)).for_each(|(to, row)| *to = row);
+        with(at * ROWS_AT_ONCE, &rows[..some.len() / width]);
     }
 }

@@ -1,13 +1,13 @@
 //! A dense feed-forward layer.
 
 use formats::{Input, expert_ffn};
-use numerics::{Compute, NumericError};
+use numerics::{Buf, Compute, NumericError};
 
 use crate::weights::Ffn;
 
 /// The network's output for every row, `[rows, hidden]`.
-pub fn forward(compute: &Compute, ffn: &Ffn, x: &Input<'_>) -> Result<Vec<f32>, NumericError> {
-    let mut out = vec![0.0; x.rows() * ffn.desc().down.rows()];
+pub fn forward(compute: &Compute, ffn: &Ffn, x: &Input<'_>) -> Result<Buf<f32>, NumericError> {
+    let mut out = compute.scratch.zeroed(x.rows() * ffn.desc().down.rows());
     expert_ffn(compute, ffn.view(), x, None, &mut out)?;
     Ok(out)
 }

@@ -1,17 +1,25 @@
 //! A sparse feed-forward layer: router, routed experts through the backend, shared experts.
 
+use std::time::Duration;
+
 use container::{Config, MoeConfig, Role, Scoring};
 use experts::{ExpertBackend, Route, RoutedBatch};
 use formats::{Input, QTensor};
-use numerics::{Compute, combine, function, lanes, topk};
+use numerics::team::rows_mut;
+use numerics::{Buf, Compute, combine, function, lanes, topk};
 
-use crate::block::{check_finite, linear};
+use crate::block::{add_rows, check_finite, linear};
 use crate::error::ModelError;
+use crate::family::Step;
 use crate::mlp;
+use crate::profile::Activity;
 use crate::weights::{DenseLoad, Ffn};
 
 /// Added to the sum of sigmoid weights before they are divided by it, as the reference does.
 const SIGMOID_SUM_EPS: f32 = 1e-20;
+
+/// Rows that one task of the thread team routes, at least.
+const ROUTE_GRAIN: usize = 8;
 
 /// Router and shared experts of one layer.
 pub struct Moe {
@@ -46,33 +54,47 @@ impl Moe {
     /// The layer's output for every row, `[rows, hidden]`.
     pub fn forward(
         &self,
-        compute: &Compute,
-        layer: usize,
+        step: &Step<'_>,
         x: &Input<'_>,
         experts: &dyn ExpertBackend,
-    ) -> Result<Vec<f32>, ModelError> {
+    ) -> Result<Buf<f32>, ModelError> {
+        let Step { compute, layer, profile, .. } = *step;
+        profile.enter(Activity::Router);
         let numeric = ModelError::at(layer);
-        let count = self.config.experts;
+        let (count, top_k) = (self.config.experts, self.config.top_k);
         let mut logits = linear(compute, &self.router, x).map_err(&numeric)?;
         check_finite(compute, "router logits", &logits, count).map_err(&numeric)?;
-        let mut routes = Vec::with_capacity(x.rows() * self.config.top_k);
-        for logits in logits.chunks_exact_mut(count) {
-            self.route(compute, logits, &mut routes);
-        }
-        let batch = RoutedBatch::new(x, &routes, self.config.top_k);
-        let mut sum = vec![0; x.rows() * x.cols()];
+        let mut routes = vec![Route::default(); x.rows() * top_k];
+        let parts = (rows_mut(&mut logits, count), rows_mut(&mut routes, top_k));
+        compute.team.rows(x.rows(), ROUTE_GRAIN, parts, |_, (logits, routes)| {
+            for (logits, routes) in
+                logits.chunks_exact_mut(count).zip(routes.chunks_exact_mut(top_k))
+            {
+                self.route(compute, logits, routes);
+            }
+        });
+        let batch = RoutedBatch::new(&compute.scratch, x, &routes, top_k, count);
+        let mut sum = compute.scratch.zeroed(x.rows() * x.cols());
+        profile.enter(Activity::ExpertsLocal);
+        let waited_s = experts.stats().wait_s;
         experts.compute(compute, layer, &batch, &mut sum)?;
-        let mut out = vec![0.0; sum.len()];
-        combine::finish(compute.isa, &sum, &mut out);
+        let waited = Duration::from_secs_f64((experts.stats().wait_s - waited_s).max(0.0));
+        profile.shift(Activity::ExpertsLocal, Activity::DiskWait, waited);
+        let mut out = compute.scratch.zeroed(sum.len());
+        let parts = rows_mut(&mut out, x.cols());
+        compute.team.rows(x.rows(), ROUTE_GRAIN, parts, |rows, out| {
+            combine::finish(compute.isa, &sum[rows.start * x.cols()..rows.end * x.cols()], out);
+        });
         if let Some(shared) = &self.shared {
             let shared = mlp::forward(compute, shared, x).map_err(&numeric)?;
-            function::add(compute.isa, &mut out, &shared);
+            add_rows(compute, &mut out, &shared, x.cols());
         }
+        profile.enter(Activity::Other);
         Ok(out)
     }
 
     /// Chooses the experts of one row, best first. `logits` become scores.
-    fn route(&self, compute: &Compute, logits: &mut [f32], routes: &mut Vec<Route>) {
+    fn route(&self, compute: &Compute, logits: &mut [f32], routes: &mut [Route]) {
         let config = &self.config;
         let scores = logits;
         match config.scoring {
@@ -84,17 +106,25 @@ impl Moe {
                 scores.iter_mut().for_each(|score| *score /= sum);
             }
         }
-        let chosen = match &self.bias {
-            None => topk::top_k(scores, config.top_k),
-            Some(bias) => {
-                let choice: Vec<f32> = scores.iter().zip(bias).map(|(s, b)| s + b).collect();
-                let candidates = candidates(&choice, config.n_group, config.topk_group);
-                topk::top_k_of(&choice, candidates, config.top_k)
+        let mut chosen = [0; combine::TOP_K_MAX];
+        let chosen = &mut chosen[..config.top_k];
+        match &self.bias {
+            None => {
+                topk::best_of(scores, 0..scores.len() as u32, chosen);
             }
-        };
-        let mut weights: Vec<f32> = chosen.iter().map(|expert| scores[*expert as usize]).collect();
+            Some(bias) => {
+                let mut choice = compute.scratch.copy(scores);
+                function::add(compute.isa, &mut choice, bias);
+                choose(&choice, config.n_group, config.topk_group, chosen);
+            }
+        }
+        let mut weights = [0.0; combine::TOP_K_MAX];
+        let weights = &mut weights[..config.top_k];
+        for (weight, expert) in weights.iter_mut().zip(&*chosen) {
+            *weight = scores[*expert as usize];
+        }
         if config.norm_topk_prob {
-            let mut sum = lanes::sum(compute.isa, &weights);
+            let mut sum = lanes::sum(compute.isa, weights);
             if config.scoring == Scoring::Sigmoid {
                 sum += SIGMOID_SUM_EPS;
             }
@@ -103,25 +133,31 @@ impl Moe {
         if config.scoring == Scoring::Sigmoid {
             weights.iter_mut().for_each(|weight| *weight *= config.routed_scaling);
         }
-        let routed = chosen.into_iter().zip(weights);
-        routes.extend(routed.map(|(expert, weight)| Route { expert, weight }));
+        for (route, (expert, weight)) in routes.iter_mut().zip(chosen.iter().zip(&*weights)) {
+            *route = Route { expert: *expert, weight: *weight };
+        }
     }
 }
 
-/// Experts of the best `keep` of `groups` groups; a group counts by the sum of its two best.
-fn candidates(choice: &[f32], groups: usize, keep: usize) -> Vec<u32> {
-    let size = choice.len() / groups;
+/// The best experts of the best `keep` of `groups` groups; a group counts by the sum of its two
+/// best.
+fn choose(choice: &[f32], groups: usize, keep: usize, chosen: &mut [u32]) {
     if groups == 1 || keep >= groups {
-        return (0..choice.len() as u32).collect();
+        topk::best_of(choice, 0..choice.len() as u32, chosen);
+        return;
     }
+    let size = choice.len() / groups;
     let best_two = |group: &[f32]| {
-        let best = topk::top_k(group, 2);
-        best.iter().map(|at| group[*at as usize]).sum::<f32>()
+        let mut best = [0; 2];
+        let found = topk::best_of(group, 0..group.len() as u32, &mut best);
+        best[..found].iter().map(|at| group[*at as usize]).sum::<f32>()
     };
     let scores: Vec<f32> = choice.chunks_exact(size).map(best_two).collect();
     let mut kept = topk::top_k(&scores, keep);
     kept.sort_unstable();
-    kept.into_iter().flat_map(|group| group * size as u32..(group + 1) * size as u32).collect()
+    let size = size as u32;
+    let candidates = kept.into_iter().flat_map(|group| group * size..(group + 1) * size);
+    topk::best_of(choice, candidates, chosen);
 }
 
 #[cfg(test)]
@@ -129,10 +165,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_experts_of_the_best_groups_are_candidates() {
+    fn only_experts_of_the_best_groups_are_chosen() {
         let choice = [0.9, 0.0, 0.5, 0.5, 0.6, 0.2, 0.1, 0.1];
-        assert_eq!(candidates(&choice, 4, 2), [0, 1, 2, 3]);
-        assert_eq!(candidates(&choice, 4, 1), [2, 3]);
-        assert_eq!(candidates(&choice, 1, 1).len(), 8);
+        let best = |groups, keep, k| {
+            let mut chosen = vec![0; k];
+            choose(&choice, groups, keep, &mut chosen);
+            chosen
+        };
+        assert_eq!(best(4, 2, 3), [0, 2, 3]);
+        assert_eq!(best(4, 1, 2), [2, 3]);
+        assert_eq!(best(1, 1, 3), [0, 4, 2]);
     }
 }

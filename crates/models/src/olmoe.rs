@@ -5,15 +5,15 @@
 use container::{Attention, Config, Role};
 use experts::ExpertBackend;
 use formats::Input;
-use numerics::function;
 
-use crate::block::rms_rows;
+use crate::block::{add_rows, rms_rows};
 use crate::decoder::{Decoder, DecoderLayer};
 use crate::error::{ModelError, family_error};
 use crate::family::{Family, Step};
 use crate::gqa::{Gqa, GqaShape};
 use crate::kv::{KvShape, KvStore};
 use crate::moe::Moe;
+use crate::profile::Activity;
 use crate::weights::DenseLoad;
 
 struct Layer {
@@ -57,16 +57,18 @@ impl DecoderLayer for Layer {
         kv: &mut dyn KvStore,
         experts: &dyn ExpertBackend,
     ) -> Result<(), ModelError> {
-        let Step { compute, layer, .. } = *step;
+        let Step { compute, layer, profile, .. } = *step;
+        profile.enter(Activity::Attention);
         let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
         let normed = rms_rows(compute, x, &self.input_norm, eps);
         let input = Input::new("attention input", normed, hidden);
         let attended = self.attention.forward(step, &input, kv).map_err(ModelError::at(layer))?;
-        function::add(compute.isa, x, &attended);
+        add_rows(compute, x, &attended, hidden);
+        profile.enter(Activity::Other);
         let normed = rms_rows(compute, x, &self.post_norm, eps);
         let input = Input::new("feed-forward input", normed, hidden);
-        let out = self.moe.forward(compute, layer, &input, experts)?;
-        function::add(compute.isa, x, &out);
+        let out = self.moe.forward(step, &input, experts)?;
+        add_rows(compute, x, &out, hidden);
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::Isa;
 use crate::function::{self, exp};
-use crate::lanes;
+use crate::lanes::{self, LANES};
 use crate::multiversion;
 use crate::simd::Simd;
 
@@ -52,39 +52,38 @@ impl Running {
     }
 }
 
-/// Columns of the output kept in registers while the keys pass.
-const COLUMNS: usize = 64;
+/// Keys of [`index_scores`] that pass together.
+const INDEX_KEYS: usize = 16;
 
 #[inline(always)]
-fn scores_kernel<S: Simd>(simd: S, query: &[f32], keys: &[&[f32]], scale: f32, out: &mut [f32]) {
-    for (out, key) in out.iter_mut().zip(keys) {
-        *out = lanes::dot_in(simd, query, key) * scale;
-    }
-}
-
-#[inline(always)]
-fn weighted_sum_kernel<S: Simd>(simd: S, weights: &[f32], values: &[&[f32]], out: &mut [f32]) {
-    let full = out.len() / COLUMNS * COLUMNS;
-    for start in (0..full).step_by(COLUMNS) {
-        let mut acc = [simd.splat_f32(0.0); COLUMNS / 16];
-        for (weight, value) in weights.iter().zip(values) {
-            let weight = simd.splat_f32(*weight);
-            let columns = value[start..start + COLUMNS].as_chunks::<16>().0;
-            for (acc, column) in acc.iter_mut().zip(columns) {
-                *acc = simd.fma(weight, simd.load_f32(column), *acc);
+fn index_scores_kernel<S: Simd>(_simd: S, weights: &[f32], by_head: &[f32], out: &mut [f32]) {
+    let keys = out.len();
+    let mut first = 0;
+    while first < keys {
+        let count = INDEX_KEYS.min(keys - first);
+        // Lane `h mod 32` of each key, as rule 2 sums over heads.
+        let mut acc = [[0.0f32; INDEX_KEYS]; LANES];
+        for (head, weight) in weights.iter().enumerate() {
+            let scores = &by_head[head * keys + first..][..count];
+            let mut kept = [0.0; INDEX_KEYS];
+            for (kept, raw) in kept.iter_mut().zip(scores) {
+                // Not a maximum: a NaN must stay one.
+                *kept = if *raw > 0.0 { *raw } else { *raw * 0.0 };
+            }
+            for (acc, kept) in acc[head % LANES].iter_mut().zip(kept) {
+                *acc = weight.mul_add(kept, *acc);
             }
         }
-        let columns = out[start..start + COLUMNS].as_chunks_mut::<16>().0;
-        for (acc, column) in acc.into_iter().zip(columns) {
-            simd.store_f32(acc, column);
+        for half in [16, 8, 4, 2, 1] {
+            for lane in 0..half {
+                let (low, high) = acc.split_at_mut(half);
+                for (low, high) in low[lane].iter_mut().zip(high[lane]) {
+                    *low += high;
+                }
+            }
         }
-    }
-    for (column, out) in out.iter_mut().enumerate().skip(full) {
-        let mut acc = 0.0;
-        for (weight, value) in weights.iter().zip(values) {
-            acc = f32::mul_add(*weight, value[column], acc);
-        }
-        *out = acc;
+        out[first..first + count].copy_from_slice(&acc[0][..count]);
+        first += count;
     }
 }
 
@@ -103,13 +102,10 @@ fn divide_kernel<S: Simd>(_simd: S, out: &mut [f32], by: f32) {
 }
 
 multiversion! {
-    /// `out[k]` = the rule-2 dot of the query with key `k`, times the scale once.
-    pub fn scores(isa, query: &[f32], keys: &[&[f32]], scale: f32, out: &mut [f32])
-        => scores_kernel;
-    /// `out[c]` = sum over keys, ascending, of `weights[k] · values[k][c]`, one fused
-    /// multiply-add each. Values may be longer than `out`.
-    pub fn weighted_sum(isa, weights: &[f32], values: &[&[f32]], out: &mut [f32])
-        => weighted_sum_kernel;
+    /// Scores of an index: `out[k]` = the rule-2 dot over heads of `weights` with
+    /// `max(by_head[h, k], 0)`; a score that is not a number stays one.
+    pub fn index_scores(isa, weights: &[f32], by_head: &[f32], out: &mut [f32])
+        => index_scores_kernel;
     fn merge_rows(isa, block_out: &[f32], take: f32, keep: f32, out: &mut [f32]) => merge_kernel;
     fn divide(isa, out: &mut [f32], by: f32) => divide_kernel;
 }
@@ -117,6 +113,7 @@ multiversion! {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::products;
 
     #[test]
     fn blocks_merge_to_the_softmax_average() {
@@ -131,7 +128,7 @@ mod tests {
                 let block = Running::weigh(isa, &mut weights).unwrap();
                 let mut part = [0.0];
                 let rows: Vec<&[f32]> = values.chunks(1).collect();
-                weighted_sum(isa, &weights, &rows, &mut part);
+                products::weighted_sums(isa, &[&weights], &rows, 1, &mut part);
                 running.merge(isa, block, &part, &mut out);
             }
             running.finish(isa, &mut out);
@@ -145,24 +142,26 @@ mod tests {
     }
 
     #[test]
-    fn weighted_sums_take_keys_in_ascending_order_at_every_level() {
-        let weights: Vec<f32> = (0..37).map(|i| (i as f32 * 0.7).cos()).collect();
-        for width in [1, 15, 64, 100, 576] {
-            let rows: Vec<Vec<f32>> = (0..37)
-                .map(|k| (0..width + 3).map(|c| ((k * 31 + c) as f32).sin()).collect())
-                .collect();
-            let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
-            let want: Vec<f32> = (0..width)
-                .map(|c| {
-                    weights.iter().zip(&rows).fold(0.0, |acc, (w, r)| f32::mul_add(*w, r[c], acc))
-                })
-                .collect();
+    fn index_scores_are_rule_2_dots_over_heads_at_every_level() {
+        for (heads, keys) in [(1, 1), (2, 40), (32, 17), (33, 16), (40, 5)] {
+            let weights: Vec<f32> = (0..heads).map(|h| (h as f32 * 0.7).cos()).collect();
+            let scores: Vec<f32> = (0..heads * keys).map(|i| (i as f32 * 1.3).sin()).collect();
             for isa in Isa::available() {
-                let mut out = vec![9.0; width];
-                weighted_sum(isa, &weights, &rows, &mut out);
-                assert_eq!(out, want, "{isa:?} width {width}");
+                let mut out = vec![9.0; keys];
+                index_scores(isa, &weights, &scores, &mut out);
+                for (key, got) in out.iter().enumerate() {
+                    let kept: Vec<f32> = (0..heads)
+                        .map(|h| scores[h * keys + key])
+                        .map(|raw| if raw > 0.0 { raw } else { raw * 0.0 })
+                        .collect();
+                    let want = lanes::dot(Isa::SCALAR, &weights, &kept);
+                    assert_eq!(got.to_bits(), want.to_bits(), "{isa:?} {heads}x{keys}");
+                }
             }
         }
+        let mut out = [0.0; 2];
+        index_scores(Isa::detect(), &[0.5], &[f32::NAN, 1.0], &mut out);
+        assert!(out[0].is_nan() && out[1] == 0.5);
     }
 
     #[test]

@@ -1,11 +1,17 @@
 //! Rule 3: activations as blocks of int8 with one f32 scale each.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use crate::multiversion;
+use crate::scratch::Buf;
 use crate::simd::Simd;
-use crate::{Isa, NumericError};
+use crate::team::rows_mut;
+use crate::{Compute, NumericError};
 
 /// Largest block; also the multiple that quantised rows are padded to.
 pub const BLOCK_MAX: usize = 64;
+/// Rows that one task of the thread team quantises, at least.
+const GRAIN: usize = 8;
 /// A block whose largest magnitude is below 2^-100 counts as all zero.
 const ABSMAX_MIN: f32 = f32::from_bits(27 << 23);
 /// Adding and subtracting 1.5·2^23 rounds to the nearest integer, ties to even.
@@ -27,14 +33,14 @@ pub const fn block_len(group: Option<usize>) -> usize {
 }
 
 /// Rows of activations in int8 blocks.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug)]
 pub struct Int8Rows {
     rows: usize,
     cols: usize,
     block: usize,
-    codes: Vec<i8>,
-    scales: Vec<f32>,
-    sums: Vec<i32>,
+    codes: Buf<i8>,
+    scales: Buf<f32>,
+    sums: Buf<i32>,
 }
 
 /// One row of [`Int8Rows`].
@@ -49,10 +55,10 @@ pub struct Int8Row<'a> {
 }
 
 impl Int8Rows {
-    /// Quantises `rows` rows of `cols` numbers into blocks of `block` inputs. `what` names the
-    /// quantity in errors.
+    /// Quantises rows of `cols` numbers into blocks of `block` inputs. `what` names the quantity
+    /// in errors.
     pub fn quantise(
-        isa: Isa,
+        compute: &Compute,
         what: &'static str,
         x: &[f32],
         cols: usize,
@@ -65,18 +71,29 @@ impl Int8Rows {
             rows,
             cols,
             block,
-            codes: vec![0; rows * stride],
-            scales: vec![0.0; rows * blocks],
-            sums: vec![0; rows * blocks],
+            codes: compute.scratch.zeroed(rows * stride),
+            scales: compute.scratch.zeroed(rows * blocks),
+            sums: compute.scratch.zeroed(rows * blocks),
         };
-        for (row, x) in x.chunks_exact(cols).enumerate() {
-            let codes = &mut out.codes[row * stride..][..cols];
-            let scales = &mut out.scales[row * blocks..][..blocks];
-            let sums = &mut out.sums[row * blocks..][..blocks];
-            if !quantise_row(isa, x, block, codes, scales, sums) {
-                let element = x.iter().position(|v| !v.is_finite()).unwrap_or(0);
-                return Err(NumericError::NonFinite { what, row, element });
+        let finite = AtomicBool::new(true);
+        let parts = (
+            rows_mut(&mut out.codes, stride),
+            rows_mut(&mut out.scales, blocks),
+            rows_mut(&mut out.sums, blocks),
+        );
+        compute.team.rows(rows, GRAIN, parts, |range, (codes, scales, sums)| {
+            let codes = codes.chunks_exact_mut(stride);
+            let scales = scales.chunks_exact_mut(blocks).zip(sums.chunks_exact_mut(blocks));
+            for ((row, codes), (scales, sums)) in range.zip(codes).zip(scales) {
+                let x = &x[row * cols..][..cols];
+                if !quantise_row(compute.isa, x, block, &mut codes[..cols], scales, sums) {
+                    finite.store(false, Ordering::Relaxed);
+                }
             }
+        });
+        if !finite.into_inner() {
+            let at = x.iter().position(|value| !value.is_finite()).unwrap_or(0);
+            return Err(NumericError::NonFinite { what, row: at / cols, element: at % cols });
         }
         Ok(out)
     }
@@ -161,6 +178,11 @@ multiversion! {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Activations, Isa, Team};
+
+    fn compute(isa: Isa) -> Compute {
+        Compute::new(isa, std::sync::Arc::new(Team::new(2).unwrap()), Activations::Int8)
+    }
 
     fn noise(len: usize, seed: u32) -> Vec<f32> {
         let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
@@ -185,12 +207,13 @@ mod tests {
     #[test]
     fn codes_follow_the_rule_at_every_level() {
         for cols in [1, 15, 64, 72, 200] {
-            let mut x = noise(cols * 3, cols as u32);
+            let rows = 21;
+            let mut x = noise(cols * rows, cols as u32);
             x[0] = 2.5e-31; // below 2^-100
             for isa in Isa::available() {
-                let rows = Int8Rows::quantise(isa, "x", &x, cols, 64).unwrap();
-                for r in 0..3 {
-                    let row = rows.row(r);
+                let quantised = Int8Rows::quantise(&compute(isa), "x", &x, cols, 64).unwrap();
+                for r in 0..rows {
+                    let row = quantised.row(r);
                     for (b, block) in x[r * cols..][..cols].chunks(64).enumerate() {
                         let absmax = block.iter().fold(0.0f32, |m, v| m.max(v.abs()));
                         let zero = absmax < 2f32.powi(-100);
@@ -215,7 +238,7 @@ mod tests {
     fn a_non_finite_activation_is_a_typed_error() {
         let mut x = noise(128, 9);
         x[70] = f32::NAN;
-        let got = Int8Rows::quantise(Isa::detect(), "gate input", &x, 64, 64);
+        let got = Int8Rows::quantise(&compute(Isa::detect()), "gate input", &x, 64, 64);
         let want = NumericError::NonFinite { what: "gate input", row: 1, element: 6 };
         assert_eq!(got.unwrap_err(), want);
     }

@@ -16,12 +16,14 @@ pub enum Level {
     Avx512,
     /// AVX-512 with the integer dot product.
     Avx512Vnni,
+    /// AVX-512 with the integer dot product, and AMX int8 tiles for many rows.
+    Amx,
 }
 
 impl Level {
     /// Every level, lowest first.
-    pub const ALL: [Level; 5] =
-        [Level::Scalar, Level::Avx2, Level::AvxVnni, Level::Avx512, Level::Avx512Vnni];
+    pub const ALL: [Level; 6] =
+        [Level::Scalar, Level::Avx2, Level::AvxVnni, Level::Avx512, Level::Avx512Vnni, Level::Amx];
 
     /// The name that `COLI_ISA` takes.
     pub const fn name(self) -> &'static str {
@@ -31,6 +33,7 @@ impl Level {
             Level::AvxVnni => "avxvnni",
             Level::Avx512 => "avx512",
             Level::Avx512Vnni => "avx512vnni",
+            Level::Amx => "amx",
         }
     }
 
@@ -51,6 +54,7 @@ impl Level {
             Level::AvxVnni => avx2 && is_x86_feature_detected!("avxvnni"),
             Level::Avx512 => avx512,
             Level::Avx512Vnni => avx512 && is_x86_feature_detected!("avx512vnni"),
+            Level::Amx => Level::Avx512Vnni.is_available() && crate::simd::amx::is_permitted(),
         }
     }
 
@@ -100,6 +104,11 @@ impl Isa {
     /// All levels of this CPU, lowest first.
     pub fn available() -> impl Iterator<Item = Isa> {
         Level::ALL.into_iter().filter_map(Isa::at)
+    }
+
+    /// Whether the level multiplies many int8 rows in matrix tiles.
+    pub const fn has_matrix_tiles(self) -> bool {
+        matches!(self.0, Level::Amx)
     }
 
     /// The level proved.

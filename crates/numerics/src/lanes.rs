@@ -90,20 +90,11 @@ pub fn sum_in<S: Simd>(simd: S, a: &[f32]) -> f32 {
     fold(simd, acc)
 }
 
-#[inline(always)]
-fn axpy_in<S: Simd>(_simd: S, a: f32, x: &[f32], y: &mut [f32]) {
-    for (y, x) in y.iter_mut().zip(x) {
-        *y = a.mul_add(*x, *y);
-    }
-}
-
 multiversion! {
     /// Dot product of two slices of equal length.
     pub fn dot(isa, a: &[f32], b: &[f32]) -> f32 => dot_in;
     /// Sum of a slice.
     pub fn sum(isa, a: &[f32]) -> f32 => sum_in;
-    /// `y[i] = fma(a, x[i], y[i])`.
-    pub fn axpy(isa, a: f32, x: &[f32], y: &mut [f32]) => axpy_in;
 }
 
 #[cfg(test)]
@@ -136,17 +127,6 @@ mod tests {
                 let ones = vec![1.0; len];
                 assert_eq!(sum(isa, &a).to_bits(), reference(&a, &ones).to_bits(), "{isa:?}");
             }
-        }
-    }
-
-    #[test]
-    fn axpy_rounds_once_per_element() {
-        let x: Vec<f32> = (0..77).map(|i| 1.0 + i as f32 * 1e-3).collect();
-        for isa in Isa::available() {
-            let mut y: Vec<f32> = (0..77).map(|i| i as f32 * 0.37).collect();
-            let want: Vec<f32> = x.iter().zip(&y).map(|(x, y)| 0.1f32.mul_add(*x, *y)).collect();
-            axpy(isa, 0.1, &x, &mut y);
-            assert_eq!(y, want);
         }
     }
 }

@@ -16,12 +16,18 @@ pub mod int8;
 pub mod isa;
 pub mod lanes;
 pub mod norm;
+pub mod peak;
+pub mod products;
 pub mod rope;
+pub mod scratch;
 pub mod simd;
 pub mod team;
 pub mod topk;
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 pub use isa::{Isa, Level};
+pub use scratch::{Buf, Scratch};
 pub use team::Team;
 
 /// Version of the contract. It is 0 while operators may still change their order of operations;
@@ -39,6 +45,15 @@ impl NumericError {
                 NumericError::CombineRange { value, row: at, element }
             }
         }
+    }
+
+    /// The same error with its element counted from `start` elements earlier.
+    pub fn after(mut self, start: usize) -> NumericError {
+        match &mut self {
+            NumericError::NonFinite { element, .. }
+            | NumericError::CombineRange { element, .. } => *element += start,
+        }
+        self
     }
 
     /// Row of the batch that the error names.
@@ -73,9 +88,41 @@ pub struct Compute {
     /// Instruction-set level of every kernel.
     pub isa: Isa,
     /// Threads that share the work; results never depend on their number.
-    pub team: std::sync::Arc<Team>,
+    pub team: Arc<Team>,
     /// Activation mode of quantised weights.
     pub activations: Activations,
+    /// Working memory that steps take and give back.
+    pub scratch: Scratch,
+}
+
+impl Compute {
+    /// A computation's surroundings with its own working memory.
+    pub fn new(isa: Isa, team: Arc<Team>, activations: Activations) -> Compute {
+        Compute { isa, team, activations, scratch: Scratch::default() }
+    }
+}
+
+/// The first error (of the lowest task) of tasks that run in parallel.
+#[derive(Default)]
+pub struct FirstError {
+    found: Mutex<Option<(usize, NumericError)>>,
+}
+
+impl FirstError {
+    /// Keeps the error of a task.
+    pub fn keep(&self, task: usize, result: Result<(), NumericError>) {
+        let Err(error) = result else { return };
+        let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        if found.as_ref().is_none_or(|(first, _)| task < *first) {
+            *found = Some((task, error));
+        }
+    }
+
+    /// The error kept.
+    pub fn result(self) -> Result<(), NumericError> {
+        let found = self.found.into_inner().unwrap_or_else(PoisonError::into_inner);
+        found.map_or(Ok(()), |(_, error)| Err(error))
+    }
 }
 
 /// A value that cannot be computed with, and where it was met.

@@ -185,55 +185,182 @@ impl Team {
 }
 
 /// The columns of a row-major matrix that one task owns and fills.
-pub struct Columns<'a> {
-    at: *mut f32,
-    len: usize,
+pub struct Columns<'a, T = f32> {
+    /// Row 0 of the matrix's column `first`.
+    at: *mut T,
+    rows: usize,
     width: usize,
+    first: usize,
     range: Range<usize>,
-    _borrow: PhantomData<&'a mut [f32]>,
+    _borrow: PhantomData<&'a mut [T]>,
 }
 
-impl Columns<'_> {
+impl<'a, T: Copy> Columns<'a, T> {
+    /// A buffer of rows of `range.len()` elements in the place of those columns of a matrix.
+    pub fn of(buffer: &'a mut [T], range: Range<usize>) -> Columns<'a, T> {
+        let width = range.len().max(1);
+        Columns {
+            at: buffer.as_mut_ptr(),
+            rows: buffer.len() / width,
+            width,
+            first: range.start,
+            range,
+            _borrow: PhantomData,
+        }
+    }
+
     /// The columns of this task.
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
     }
 
+    /// Rows of the matrix.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// This task's part of a row.
+    #[inline(always)]
+    pub fn row(&mut self, row: usize) -> &mut [T] {
+        assert!(row < self.rows);
+        let at = row * self.width + self.range.start - self.first;
+        // SAFETY: the row is inside the borrowed matrix and the range inside its width; these
+        // columns belong to this task alone, and `&mut self` keeps its own borrows apart.
+        unsafe { std::slice::from_raw_parts_mut(self.at.add(at), self.range.len()) }
+    }
+
     /// Writes `values` to columns `column ..` of row `row`, which must be this task's.
     #[inline(always)]
-    pub fn put(&mut self, row: usize, column: usize, values: &[f32]) {
-        assert!(row < self.len / self.width && values.len() <= self.width);
-        let (at, end) = (row * self.width + column, column + values.len());
-        assert!(
-            column >= self.range.start && end <= self.range.end && at + values.len() <= self.len
-        );
-        // SAFETY: the range is inside the borrowed matrix; its columns belong to this task alone,
-        // and `&mut self` keeps its own writes apart.
-        unsafe { self.at.add(at).copy_from_nonoverlapping(values.as_ptr(), values.len()) }
+    pub fn put(&mut self, row: usize, column: usize, values: &[T]) {
+        assert!(column >= self.range.start, "a column of another task");
+        let column = column - self.range.start;
+        self.row(row)[column..column + values.len()].copy_from_slice(values);
     }
 }
 
 /// A pointer that tasks may carry to other threads.
-struct Shareable(*mut f32);
+struct Shareable<T>(*mut T);
 
-// SAFETY: only `Team::columns` uses it, to give each task its own disjoint columns.
-unsafe impl Sync for Shareable {}
+// SAFETY: only this module uses it, to give each task its own disjoint elements.
+unsafe impl<T: Send> Sync for Shareable<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Send for Shareable<T> {}
+
+/// A matrix whose columns tasks share: its elements, its width and the columns of each task.
+pub struct Target<'a, T = f32> {
+    /// Rows of `width` elements.
+    pub out: &'a mut [T],
+    /// Elements per row.
+    pub width: usize,
+    /// Columns per task.
+    pub step: usize,
+}
+
+/// Data that splits into disjoint parts by rows.
+pub trait SplitRows: Sync {
+    /// The part of one task.
+    type Part;
+
+    /// The rows `range`.
+    ///
+    /// # Safety
+    /// Ranges of parts that exist at the same time must be disjoint.
+    unsafe fn part(&self, range: Range<usize>) -> Self::Part;
+}
+
+/// Rows of `width` elements, to be split among tasks.
+pub struct RowsMut<'a, T> {
+    at: Shareable<T>,
+    rows: usize,
+    width: usize,
+    _borrow: PhantomData<&'a mut [T]>,
+}
+
+/// Rows of `width` elements of a slice, to be split among tasks.
+pub fn rows_mut<T: Send>(data: &mut [T], width: usize) -> RowsMut<'_, T> {
+    let rows = data.len() / width.max(1);
+    RowsMut { at: Shareable(data.as_mut_ptr()), rows, width, _borrow: PhantomData }
+}
+
+impl<'a, T: Send + Sync> SplitRows for RowsMut<'a, T> {
+    type Part = &'a mut [T];
+
+    unsafe fn part(&self, range: Range<usize>) -> &'a mut [T] {
+        assert!(range.start <= range.end && range.end <= self.rows);
+        let at = range.start * self.width;
+        // SAFETY: inside the borrowed slice, as asserted; disjoint from other parts by contract.
+        unsafe { std::slice::from_raw_parts_mut(self.at.0.add(at), range.len() * self.width) }
+    }
+}
+
+macro_rules! split_tuple {
+    ($($name:ident . $index:tt),*) => {
+        impl<$($name: SplitRows),*> SplitRows for ($($name,)*) {
+            type Part = ($($name::Part,)*);
+
+            unsafe fn part(&self, range: Range<usize>) -> Self::Part {
+                // SAFETY: the caller's promise, passed on.
+                unsafe { ($(self.$index.part(range.clone()),)*) }
+            }
+        }
+    };
+}
+split_tuple!(A.0, B.1);
+split_tuple!(A.0, B.1, C.2);
 
 impl Team {
-    /// Fills a matrix of rows of `width` numbers: one task per `step` columns, from the left.
-    pub fn columns(
+    /// Fills a matrix of rows of `width` elements: one task per `step` columns, from the left.
+    pub fn columns<T: Copy + Send>(
         &self,
-        out: &mut [f32],
+        out: &mut [T],
         width: usize,
         step: usize,
-        task: impl Fn(&mut Columns<'_>) + Sync,
+        task: impl Fn(&mut Columns<'_, T>) + Sync,
     ) {
-        assert!(step > 0);
-        let (base, len) = (Shareable(out.as_mut_ptr()), out.len());
-        let base = &base;
-        self.run(width.div_ceil(step), |piece| {
+        self.columns_of([Target { out, width, step }], |_, columns| task(columns));
+    }
+
+    /// Fills several matrices in one job; tasks are told which one.
+    pub fn columns_of<T: Copy + Send, const N: usize>(
+        &self,
+        targets: [Target<'_, T>; N],
+        task: impl Fn(usize, &mut Columns<'_, T>) + Sync,
+    ) {
+        let targets = targets.map(|Target { out, width, step }| {
+            assert!(step > 0);
+            (Shareable(out.as_mut_ptr()), out.len() / width.max(1), width, step)
+        });
+        let tasks_of = |at: usize| targets[at].2.div_ceil(targets[at].3);
+        self.run((0..N).map(tasks_of).sum(), |mut piece| {
+            let mut at = 0;
+            while piece >= tasks_of(at) {
+                piece -= tasks_of(at);
+                at += 1;
+            }
+            let (base, rows, width, step) = &targets[at];
+            let (rows, width) = (*rows, *width);
             let range = piece * step..((piece + 1) * step).min(width);
-            task(&mut Columns { at: base.0, len, width, range, _borrow: PhantomData });
+            task(
+                at,
+                &mut Columns { at: base.0, rows, width, first: 0, range, _borrow: PhantomData },
+            );
+        });
+    }
+
+    /// Runs `task` over `rows` rows in pieces of at least `grain` rows, each with its part of
+    /// `data`.
+    pub fn rows<D: SplitRows>(
+        &self,
+        rows: usize,
+        grain: usize,
+        data: D,
+        task: impl Fn(Range<usize>, D::Part) + Sync,
+    ) {
+        let step = self.step(rows, grain);
+        self.run(rows.div_ceil(step), |piece| {
+            let range = piece * step..((piece + 1) * step).min(rows);
+            // SAFETY: each piece is run once, and pieces do not overlap.
+            task(range.clone(), unsafe { data.part(range) });
         });
     }
 }
@@ -304,6 +431,41 @@ mod tests {
                 }
             });
             assert!(out.iter().enumerate().all(|(i, v)| *v == i as f32), "width {width}");
+        }
+    }
+
+    #[test]
+    fn several_matrices_are_filled_in_one_job() {
+        let team = Team::new(3).unwrap();
+        let (mut a, mut b) = (vec![0; 2 * 50], vec![0; 2 * 7]);
+        let targets = [
+            Target { out: &mut a, width: 50, step: 16 },
+            Target { out: &mut b, width: 7, step: 4 },
+        ];
+        team.columns_of(targets, |matrix, columns| {
+            for row in 0..columns.rows() {
+                let first = columns.range().start;
+                for (at, value) in columns.row(row).iter_mut().enumerate() {
+                    *value = 1000 * matrix + 100 * row + first + at;
+                }
+            }
+        });
+        assert!(a.iter().enumerate().all(|(i, v)| *v == 100 * (i / 50) + i % 50));
+        assert!(b.iter().enumerate().all(|(i, v)| *v == 1000 + 100 * (i / 7) + i % 7));
+    }
+
+    #[test]
+    fn every_row_is_given_to_one_task_in_all_its_parts() {
+        let team = Team::new(3).unwrap();
+        for rows in [0, 1, 5, 64] {
+            let (mut a, mut b) = (vec![0; rows * 3], vec![0; rows]);
+            team.rows(rows, 2, (rows_mut(&mut a, 3), rows_mut(&mut b, 1)), |range, (a, b)| {
+                assert_eq!((a.len(), b.len()), (range.len() * 3, range.len()));
+                a.fill(range.start + 1);
+                b.iter_mut().zip(range).for_each(|(b, row)| *b += row);
+            });
+            assert!(a.iter().all(|v| *v > 0));
+            assert!(b.iter().enumerate().all(|(i, v)| *v == i));
         }
     }
 

@@ -27,6 +27,27 @@ pub fn top_k(scores: &[f32], k: usize) -> Vec<u32> {
     top_k_of(scores, (0..scores.len() as u32).collect(), k)
 }
 
+/// Fills `best` with the best of `candidates`, which come in ascending order, best first, and
+/// returns how many there are. For few; it compares every candidate with the worst kept.
+pub fn best_of(
+    scores: &[f32],
+    candidates: impl IntoIterator<Item = u32>,
+    best: &mut [u32],
+) -> usize {
+    let mut count = 0;
+    for candidate in candidates {
+        let score = scores[candidate as usize];
+        let rank = best[..count].partition_point(|&kept| scores[kept as usize] >= score);
+        if rank == best.len() {
+            continue;
+        }
+        count = (count + 1).min(best.len());
+        best[rank..count].rotate_right(1);
+        best[rank] = candidate;
+    }
+    count
+}
+
 /// Index of the best score; 0 for an empty slice.
 pub fn argmax(scores: &[f32]) -> u32 {
     let mut best = 0;
@@ -50,6 +71,21 @@ mod tests {
         assert_eq!(top_k(&[-0.0, 0.0], 1), [0]);
         assert_eq!(argmax(&scores), 1);
         assert_eq!(argmax(&[-0.0, 0.0]), 0);
+    }
+
+    #[test]
+    fn the_best_few_are_those_of_the_full_order() {
+        let scores: Vec<f32> = (0..200).map(|i| ((i * 7919 % 37) as f32 - 18.0) * 0.5).collect();
+        for k in [1, 2, 8, 64, 200, 250] {
+            let mut best = vec![0; k];
+            let count = best_of(&scores, 0..200, &mut best);
+            assert_eq!(best[..count], top_k(&scores, k)[..]);
+        }
+        let some = [3, 50, 51, 120];
+        let mut best = [0; 3];
+        assert_eq!(best_of(&scores, some, &mut best), 3);
+        assert_eq!(best.to_vec(), top_k_of(&scores, some.to_vec(), 3));
+        assert_eq!(best_of(&scores, some, &mut []), 0);
     }
 
     #[test]

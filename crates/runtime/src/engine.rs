@@ -11,10 +11,12 @@ use experts::{
     LocalOptions, ReadError, Reader, Reservation,
 };
 use models::{
-    Family, Int8Classes, KvShape, ModelError, PAGE, Row, open_family, planned_dense_bytes,
+    Activity, Family, Int8Classes, KvShape, ModelError, PAGE, Profile, Row, open_family,
+    planned_dense_bytes,
 };
 use numerics::rope::RopeTable;
-use numerics::{Activations, Compute, Isa, Team};
+use numerics::scratch::SCRATCH_BYTES_MAX;
+use numerics::{Activations, Buf, Compute, Isa, Team};
 
 use crate::kv::{BatchKv, SequenceKv};
 use crate::machine::Machine;
@@ -133,6 +135,7 @@ pub struct Engine {
     prefill_chunk: usize,
     cache_bytes: u64,
     turn: Mutex<()>,
+    profile: Profile,
     _memory: Vec<Reservation>,
 }
 
@@ -184,11 +187,7 @@ impl Engine {
         let files = FileSet::open(&model.shards)?;
         let reader = Reader::new(Arc::new(files));
         let threads = options.threads.unwrap_or_else(|| Machine::default().compute_threads());
-        let compute = Compute {
-            isa: options.isa,
-            team: Arc::new(Team::new(threads)?),
-            activations: options.activations,
-        };
+        let compute = Compute::new(options.isa, Arc::new(Team::new(threads)?), options.activations);
         let table = expert_table(&model, options.int8_classes)?;
         let machine = Machine::default();
         let limit = options.ram_bytes.unwrap_or_else(|| {
@@ -231,6 +230,7 @@ impl Engine {
             context,
             prefill_chunk: chunk.min(context),
             turn: Mutex::new(()),
+            profile: Profile::default(),
             _memory: memory,
         })
     }
@@ -248,6 +248,11 @@ impl Engine {
     /// The account of every byte.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
+    }
+
+    /// The clock of this engine's steps.
+    pub fn profile(&self) -> &Profile {
+        &self.profile
     }
 
     /// Level, threads and activation mode.
@@ -319,7 +324,12 @@ impl Engine {
         }
         let sequences = work.iter_mut().map(|item| &mut item.session.kv).collect();
         let mut kv = BatchKv { sequences };
-        let hidden = self.family.forward(&self.compute, &rows, &mut kv, &*self.experts, observe)?;
+        let profile = &self.profile;
+        profile.enter(Activity::Other);
+        let forward =
+            self.family.forward(&self.compute, profile, &rows, &mut kv, &*self.experts, observe);
+        profile.enter(Activity::Other);
+        let hidden = forward?;
         let width = self.config().hidden_size;
         let mut first = 0;
         let mut out = Vec::with_capacity(work.len());
@@ -338,8 +348,11 @@ impl Engine {
     }
 
     /// Logits of hidden states, `[rows, vocab]`.
-    pub fn logits(&self, hidden: &[f32]) -> Result<Vec<f32>, StepError> {
-        Ok(self.family.logits(&self.compute, hidden)?)
+    pub fn logits(&self, hidden: &[f32]) -> Result<Buf<f32>, StepError> {
+        self.profile.enter(Activity::Head);
+        let logits = self.family.logits(&self.compute, hidden);
+        self.profile.enter(Activity::Other);
+        Ok(logits?)
     }
 
     /// Hands the logits of each hidden state to `each`, in order, a few rows at a time.
@@ -458,7 +471,7 @@ fn scratch_bytes(config: &Config, chunk: usize, threads: usize) -> u64 {
         + 2 * index
         + 4 * widest
         + config.moe.experts * 3;
-    let per_thread = chunk * 3 * latent + 4 * PAGE;
+    let per_thread = models::attention_scratch(config, chunk);
     let floats = chunk * row + threads * per_thread + 2 * LOGIT_ROWS * config.vocab_size;
-    floats as u64 * size_of::<f32>() as u64
+    floats as u64 * size_of::<f32>() as u64 + SCRATCH_BYTES_MAX as u64
 }

@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use models::{Spent, Stage};
+
 use crate::engine::Engine;
 use crate::fingerprint::Fingerprint;
 use crate::sample::{Sampler, SamplerOptions};
@@ -40,6 +42,8 @@ pub struct GenerationOptions {
     pub stop_ids: Vec<u32>,
     /// Whether raw logits are fingerprinted.
     pub fingerprint: bool,
+    /// Whether the engine's clock runs.
+    pub profile: bool,
 }
 
 /// Where an answer is.
@@ -70,6 +74,8 @@ pub struct Generated {
     pub decode_steps: usize,
     /// Prompt tokens fed.
     pub prompt_tokens: usize,
+    /// Where the time went, when asked for.
+    pub spent: Option<Spent>,
 }
 
 impl Generated {
@@ -103,6 +109,9 @@ impl<'a> Generation<'a> {
     ) -> Result<Generated, StepError> {
         let started = Instant::now();
         let engine = self.engine;
+        if self.options.profile {
+            engine.profile().start();
+        }
         let mut hidden = Vec::new();
         let mut going = true;
         let fed = engine.prefill(
@@ -131,7 +140,9 @@ impl<'a> Generation<'a> {
             decode_s: 0.0,
             decode_steps: 0,
             prompt_tokens: fed,
+            spent: None,
         };
+        engine.profile().stage(Stage::Decode);
         let mut first_token = None;
         if fed < prompt.len() || !going || hidden.is_empty() {
             out.finish = FinishReason::Cancelled;
@@ -165,6 +176,7 @@ impl<'a> Generation<'a> {
         }
         out.decode_s = first_token.map_or(0.0, |first: Instant| first.elapsed().as_secs_f64());
         out.fingerprint = self.options.fingerprint.then(|| fingerprint.hex());
+        out.spent = engine.profile().stop();
         Ok(out)
     }
 }

@@ -1,43 +1,314 @@
 //! `coli bench`: speed beside the physical limit.
 
-use lab::bench::{READ_BYTES, decode};
-use serde_json::json;
+use std::path::Path;
+use std::sync::Arc;
 
-use crate::args::{BenchArgs, BenchCommand, BenchDecodeArgs};
+use container::{ChatTemplate, Tokenizer};
+use lab::bench::{self, KernelFigures, KernelOptions, READ_BYTES, Rates, Scenario};
+use numerics::{Activations, Isa, Level, Team};
+use runtime::Engine;
+use runtime::machine::Machine;
+use serde_json::{Value, json};
+
+use crate::args::{
+    BenchArgs, BenchCommand, BenchDecodeArgs, BenchIoArgs, BenchKernelsArgs, BenchPrefillArgs,
+    BenchUxArgs,
+};
+use crate::failure::Failure;
 use crate::{Outcome, model, output};
+
+/// Bytes of text that the long-document question of `bench ux` is about, at most.
+const DOCUMENT_BYTES: usize = 6000;
 
 pub fn run(args: &BenchArgs) -> Outcome {
     match &args.what {
-        BenchCommand::Decode(args) => run_decode(args),
+        BenchCommand::Decode(args) => decode(args),
+        BenchCommand::Prefill(args) => prefill(args),
+        BenchCommand::Kernels(args) => kernels(args),
+        BenchCommand::Io(args) => io(args),
+        BenchCommand::Ux(args) => ux(args),
     }
 }
 
-fn run_decode(args: &BenchDecodeArgs) -> Outcome {
-    let engine = model::open_holding(&args.engine, READ_BYTES as u64)?;
-    let figures = decode(&engine, args.tokens, args.reps)?;
-    if args.json {
+/// `median (least to greatest)`.
+fn rates(rates: &Rates) -> String {
+    format!("{:.2} ({:.2} to {:.2})", rates.median, rates.spread.0, rates.spread.1)
+}
+
+fn decode(args: &BenchDecodeArgs) -> Outcome {
+    if args.batch > 1 {
+        return decode_batch(args);
+    }
+    let engine = model::open_for_bench(&args.engine, READ_BYTES as u64, 1)?;
+    let figures = bench::decode(&engine, args.tokens, args.options.reps)?;
+    if args.options.json {
         output::print_json(&json!({
-            "tok_per_s": figures.tok_per_s,
-            "tok_per_s_min": figures.spread.0,
-            "tok_per_s_max": figures.spread.1,
+            "tok_per_s": figures.tok_per_s.median,
+            "tok_per_s_min": figures.tok_per_s.spread.0,
+            "tok_per_s_max": figures.tok_per_s.spread.1,
             "bytes_per_token": figures.bytes_per_token,
             "read_gb_per_s": figures.read_gb_per_s,
             "limit_tok_per_s": figures.limit_tok_per_s(),
             "limit_ratio": figures.limit_ratio(),
         }));
-    } else {
+        return Ok(());
+    }
+    say!(
+        "decode {} tok/s | {} per token | read loop {:.1} GB/s | limit {:.2} tok/s | {:.0} % of it",
+        rates(&figures.tok_per_s),
+        output::bytes(figures.bytes_per_token),
+        figures.read_gb_per_s,
+        figures.limit_tok_per_s(),
+        figures.limit_ratio() * 100.0
+    );
+    Ok(())
+}
+
+fn decode_batch(args: &BenchDecodeArgs) -> Outcome {
+    let engine = model::open_for_bench(&args.engine, READ_BYTES as u64, args.batch)?;
+    let figures = bench::decode_batch(&engine, args.batch, args.tokens, args.options.reps)?;
+    let (gain, allowed) = (figures.gain(), figures.allowed_gain());
+    if args.options.json {
+        output::print_json(&json!({
+            "batch": figures.batch,
+            "tok_per_s": figures.tok_per_s.median,
+            "single_tok_per_s": figures.single_tok_per_s.median,
+            "single_bytes_per_step": figures.single_bytes,
+            "batch_bytes_per_step": figures.batch_bytes,
+            "read_gb_per_s": figures.read_gb_per_s,
+            "gain": gain,
+            "allowed_gain": allowed,
+            "limit_ratio": gain / allowed,
+        }));
+        return Ok(());
+    }
+    say!(
+        "decode of {} sequences {} tok/s, of one {} tok/s | per step {} and {} | gain {gain:.2} of \
+         {allowed:.2} that the bytes allow: {:.0} % | read loop {:.1} GB/s | logits as alone",
+        figures.batch,
+        rates(&figures.tok_per_s),
+        rates(&figures.single_tok_per_s),
+        output::bytes(figures.batch_bytes),
+        output::bytes(figures.single_bytes),
+        gain / allowed * 100.0,
+        figures.read_gb_per_s
+    );
+    Ok(())
+}
+
+fn prefill(args: &BenchPrefillArgs) -> Outcome {
+    let engine = model::open_for_bench(&args.engine, READ_BYTES as u64, 1)?;
+    if args.tokens > engine.context() {
+        return Err(Failure::usage(format!(
+            "--tokens {} does not fit the context of {}",
+            args.tokens,
+            engine.context()
+        )));
+    }
+    let figures = bench::prefill(&engine, args.tokens, args.options.reps)?;
+    if args.options.json {
+        output::print_json(&json!({
+            "tokens": args.tokens,
+            "tok_per_s": figures.tok_per_s.median,
+            "tok_per_s_min": figures.tok_per_s.spread.0,
+            "tok_per_s_max": figures.tok_per_s.spread.1,
+            "bytes_per_token": figures.bytes_per_token,
+            "products_per_token": figures.products_per_token,
+            "read_gb_per_s": figures.read_gb_per_s,
+            "multiply_gmac_per_s": figures.multiply_gmac_per_s,
+            "limit_tok_per_s": figures.limit_tok_per_s(),
+            "limit_ratio": figures.limit_ratio(),
+        }));
+        return Ok(());
+    }
+    say!(
+        "prefill of {} tokens {} tok/s | {} and {:.2} GMAC per token | read loop {:.1} GB/s, \
+         multiply loop {:.0} GMAC/s | limit {:.0} tok/s | {:.0} % of it",
+        args.tokens,
+        rates(&figures.tok_per_s),
+        output::bytes(figures.bytes_per_token),
+        figures.products_per_token as f64 / 1e9,
+        figures.read_gb_per_s,
+        figures.multiply_gmac_per_s,
+        figures.limit_tok_per_s(),
+        figures.limit_ratio() * 100.0
+    );
+    Ok(())
+}
+
+fn kernels(args: &BenchKernelsArgs) -> Outcome {
+    let threads = args.threads.unwrap_or_else(|| Machine::default().compute_threads());
+    let team = Team::new(threads).map_err(runtime::OpenError::from)?;
+    let options = KernelOptions {
+        levels: levels(&args.isa)?,
+        formats: args.formats.clone(),
+        rows: args.rows.clone(),
+        activations: if args.activations.is_empty() {
+            vec![Activations::Int8, Activations::F32]
+        } else {
+            args.activations.clone()
+        },
+        repetitions: args.options.reps,
+    };
+    let mut all = Vec::new();
+    if !args.options.json {
+        say!("{}, matrix of 1024 x 2048", output::counted(threads, "thread"));
+        say!("{:<28}{:<12}{:>8}{:>10}{:>10}", "kernel", "level", "GB/s", "GMAC/s", "of limit");
+    }
+    bench::kernels(&Arc::new(team), &options, &mut |figures| {
+        if args.options.json {
+            all.push(kernel_json(figures));
+            return;
+        }
         say!(
-            "decode {:.2} tok/s (median of {}, {:.2} to {:.2}) | {} per token | read loop {:.1} GB/s \
-             | limit {:.2} tok/s | {:.0} % of it",
-            figures.tok_per_s,
-            args.reps,
-            figures.spread.0,
-            figures.spread.1,
-            output::bytes(figures.bytes_per_token),
-            figures.read_gb_per_s,
-            figures.limit_tok_per_s(),
-            figures.limit_ratio() * 100.0
+            "{:<28}{:<12}{:>8.2}{:>10.1}{:>8.0} %",
+            figures.name,
+            figures.level,
+            figures.gb_per_s,
+            figures.gmac_per_s,
+            figures.limit_ratio * 100.0
+        );
+    })?;
+    if args.options.json {
+        output::print_json(&Value::Array(all));
+    }
+    Ok(())
+}
+
+fn kernel_json(figures: &KernelFigures) -> Value {
+    json!({
+        "name": figures.name,
+        "level": figures.level,
+        "gb_per_s": figures.gb_per_s,
+        "gmac_per_s": figures.gmac_per_s,
+        "limit_ratio": figures.limit_ratio,
+    })
+}
+
+/// The levels named; all that the CPU has for `all`, its highest for none.
+fn levels(names: &[String]) -> Result<Vec<Isa>, Failure> {
+    match names {
+        [] => Ok(vec![Isa::detect()]),
+        [all] if all == "all" => Ok(Isa::available().collect()),
+        names => names
+            .iter()
+            .map(|name| {
+                let level: Level =
+                    name.parse().map_err(|error| Failure::usage(format!("--isa: {error}")))?;
+                let missing = || Failure::usage(format!("--isa: this CPU does not have {level}"));
+                Isa::at(level).ok_or_else(missing)
+            })
+            .collect(),
+    }
+}
+
+fn io(args: &BenchIoArgs) -> Outcome {
+    let model = container::Model::open(&model::dirs(&args.model)?)?;
+    let figures = bench::io(&model, args.options.reps)?;
+    if args.options.json {
+        let readers = figures.iter().map(|figures| {
+            json!({
+                "reader": figures.reader,
+                "gb_per_s": figures.gb_per_s.median,
+                "device_gb_per_s": figures.device_gb_per_s.median,
+                "device_ratio": figures.device_ratio(),
+            })
+        });
+        output::print_json(&Value::Array(readers.collect()));
+        return Ok(());
+    }
+    for figures in figures {
+        say!(
+            "{}: experts {} GB/s | plain reads of the same files {} GB/s | {:.0} % of them",
+            figures.reader,
+            rates(&figures.gb_per_s),
+            rates(&figures.device_gb_per_s),
+            figures.device_ratio() * 100.0
         );
     }
     Ok(())
+}
+
+fn ux(args: &BenchUxArgs) -> Outcome {
+    let engine = model::open_for_bench(&args.engine, 0, 1)?;
+    let dirs = model::dirs(&args.engine.model)?;
+    let scenarios = [
+        ("short chat", "What is a river, and where does it come from?".to_owned()),
+        ("long document", format!("{}\nWhich river is the longest of these?", document())),
+    ];
+    let scenarios: Vec<Scenario> = scenarios
+        .into_iter()
+        .map(|(name, text)| {
+            let mut prompt = prompt(&engine, &dirs[0], &text)?;
+            // A context that holds less gets the end of the document and the question.
+            let room = engine.context().saturating_sub(args.tokens).max(1);
+            prompt.drain(..prompt.len().saturating_sub(room));
+            Ok(Scenario { name, prompt, tokens: args.tokens })
+        })
+        .collect::<Result<_, Failure>>()?;
+    let figures = bench::ux(&engine, &scenarios, args.options.reps)?;
+    if args.options.json {
+        let scenarios = figures.iter().map(|figures| {
+            json!({
+                "scenario": figures.name,
+                "prompt_tokens": figures.prompt_tokens,
+                "ttft_ms": figures.ttft_s.median * 1e3,
+                "tok_per_s": figures.tok_per_s.median,
+                "fingerprint": figures.fingerprint,
+            })
+        });
+        output::print_json(&Value::Array(scenarios.collect()));
+        return Ok(());
+    }
+    for figures in figures {
+        say!(
+            "{}: {} | first token after {:.0} ms ({:.0} to {:.0}) | {} tok/s | fingerprint {}",
+            figures.name,
+            output::counted(figures.prompt_tokens, "prompt token"),
+            figures.ttft_s.median * 1e3,
+            figures.ttft_s.spread.0 * 1e3,
+            figures.ttft_s.spread.1 * 1e3,
+            rates(&figures.tok_per_s),
+            &figures.fingerprint[..16]
+        );
+    }
+    Ok(())
+}
+
+/// A text of many different sentences.
+fn document() -> String {
+    let names = ["Amel", "Bora", "Cind", "Dovra", "Elke", "Fann", "Gorin", "Hald", "Ister", "Jarn"];
+    let mut text = String::new();
+    for at in 0.. {
+        let (name, other) = (names[at % 10], names[(at * 3 + 1) % 10]);
+        text.push_str(&format!(
+            "The river {name} of district {} is {} kilometres long and meets the {other} after {} \
+             bends, where {} boats a day carry grain, timber and stone. ",
+            at + 1,
+            100 + at * 137 % 900,
+            3 + at * 7 % 40,
+            2 + at * 13 % 60
+        ));
+        if text.len() >= DOCUMENT_BYTES {
+            break;
+        }
+    }
+    text
+}
+
+/// Ids of a text as a user's turn, or as plain text where the model has no chat template. A model
+/// without a tokenizer gets ids of no meaning.
+fn prompt(engine: &Engine, dir: &Path, text: &str) -> Result<Vec<u32>, Failure> {
+    let Some(tokenizer) = Tokenizer::load(dir)? else {
+        let vocab = engine.config().vocab_size;
+        return Ok(text.bytes().step_by(4).map(|byte| u32::from(byte) % vocab as u32).collect());
+    };
+    let text = match ChatTemplate::load(dir)? {
+        None => text.to_owned(),
+        Some(template) => {
+            let messages = [json!({ "role": "user", "content": text })];
+            template.render(&messages, true, None)?
+        }
+    };
+    Ok(tokenizer.encode(&text, false)?)
 }

@@ -255,6 +255,7 @@ impl Chat<'_> {
             sampler,
             stop_ids: self.engine.config().stop_ids.clone(),
             fingerprint: false,
+            profile: false,
         };
         let mut stream = Stream::new(Some(self.tokenizer), true);
         let mut progress = Progress::share("reading the prompt");

@@ -73,6 +73,7 @@ pub fn run(args: &OracleArgs) -> Outcome {
             sampler: SamplerOptions::default(),
             stop_ids: Vec::new(),
             fingerprint: false,
+            profile: false,
         };
         let generated = Generation::new(&engine, options).run(
             &mut session,

@@ -1,8 +1,10 @@
 //! `coli run`: one generation.
 
 use std::io::IsTerminal;
+use std::time::Duration;
 
 use container::{Config, Tokenizer};
+use models::{Activity, Spent, Stage};
 use numerics::NUMERICS_VERSION;
 use runtime::machine::Machine;
 use runtime::text::TextStream;
@@ -50,6 +52,7 @@ pub fn run(args: &RunArgs) -> Outcome {
         sampler,
         stop_ids: engine.config().stop_ids.clone(),
         fingerprint: args.fingerprint,
+        profile: args.profile,
     };
     interrupt::listen();
     if !args.json && args.ids.is_none() && std::io::stdout().is_terminal() {
@@ -75,6 +78,9 @@ pub fn run(args: &RunArgs) -> Outcome {
             note!("fingerprint {fingerprint}");
         }
         note!("{}", figures(&engine, &generated));
+        if let Some(spent) = &generated.spent {
+            note!("{}", profile_table(spent));
+        }
     }
     Ok(())
 }
@@ -210,13 +216,43 @@ pub fn figures(engine: &Engine, generated: &Generated) -> String {
     parts.join(" | ")
 }
 
+/// Seconds and shares of every activity, reading the prompt and answering side by side.
+fn profile_table(spent: &Spent) -> String {
+    let total = |stage: Stage| spent[stage as usize].iter().sum::<Duration>().as_secs_f64();
+    let cell = |stage: Stage, at: usize| {
+        let seconds = spent[stage as usize][at].as_secs_f64();
+        let share = if total(stage) > 0.0 { 100.0 * seconds / total(stage) } else { 0.0 };
+        format!("{seconds:9.3} s {share:5.1} %")
+    };
+    let mut lines = vec![format!("{:<16}{:>19}{:>21}", "", "prefill", "decode")];
+    for (at, activity) in Activity::ALL.into_iter().enumerate() {
+        let [prefill, decode] = [Stage::Prefill, Stage::Decode].map(|stage| cell(stage, at));
+        lines.push(format!("{:<16}{prefill}  {decode}", activity.name().replace('_', " ")));
+    }
+    let [prefill, decode] = [Stage::Prefill, Stage::Decode].map(total);
+    lines.push(format!("{:<16}{prefill:9.3} s{:>10}{decode:11.3} s", "wall", ""));
+    lines.join("\n")
+}
+
+/// The phases of a profile, in seconds.
+fn profile_json(spent: &Spent) -> serde_json::Value {
+    let stage = |stage: Stage| {
+        let spent = &spent[stage as usize];
+        let entries = Activity::ALL.into_iter().zip(spent);
+        let entries =
+            entries.map(|(activity, time)| (activity.name().to_owned(), json!(time.as_secs_f64())));
+        serde_json::Value::Object(entries.collect())
+    };
+    json!({ "prefill": stage(Stage::Prefill), "decode": stage(Stage::Decode) })
+}
+
 fn json_figures(
     engine: &Engine,
     generated: &Generated,
     text: String,
     sampler: runtime::SamplerOptions,
 ) -> serde_json::Value {
-    json!({
+    let mut figures = json!({
         "text": text,
         "ids": generated.ids,
         "finish_reason": generated.finish.name(),
@@ -235,5 +271,9 @@ fn json_figures(
         "context": engine.context(),
         "ram_ceiling_bytes": engine.ledger().limit(),
         "expert_cache_bytes": engine.cache_bytes(),
-    })
+    });
+    if let Some(spent) = &generated.spent {
+        figures["phases"] = profile_json(spent);
+    }
+    figures
 }

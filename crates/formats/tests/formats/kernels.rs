@@ -1,12 +1,15 @@
 use formats::{
     Arrangement, Buffer, ExpertDesc, Format, FormatError, Input, MatrixDesc, QTensor, decode_row,
-    expert_ffn, matmul, tile::TileShape,
+    expert_ffn, matmul, matmul_each, matmul_in_emulated_tiles, tile::TileShape,
 };
 use numerics::hadamard::Rotation;
 use numerics::int8::Int8Rows;
 use numerics::{Activations, Isa, NumericError};
 
 use crate::support::{Encoded, FORMATS, compute, encode, noise};
+
+/// Rows of activations: the few that stay in registers, and more than fit one vector's sums.
+const COUNTS: [usize; 7] = [1, 2, 3, 4, 5, 14, 35];
 
 /// Shapes with odd sizes: rows beyond a tile, inputs that end inside groups, blocks and bytes.
 const SHAPES: [(usize, usize); 6] = [(16, 256), (1, 1), (17, 33), (40, 72), (5, 300), (130, 528)];
@@ -55,7 +58,8 @@ fn reference_f32(encoded: &Encoded, x: &[f32]) -> Vec<f32> {
 /// Rule 3, from decoded weights: integers are weights over their scale.
 fn reference_int8(encoded: &Encoded, x: &[f32]) -> Vec<f32> {
     let shape = TileShape::new(encoded.format, encoded.cols).unwrap();
-    let x = Int8Rows::quantise(Isa::SCALAR, "x", x, encoded.cols, shape.block).unwrap();
+    let scalar = compute(Isa::SCALAR, 1, Activations::Int8);
+    let x = Int8Rows::quantise(&scalar, "x", x, encoded.cols, shape.block).unwrap();
     let (codes, scales) = integers(encoded);
     let row_scaled = matches!(encoded.format, Format::Int8Row | Format::Int4Row | Format::Int2Row);
     let x = x.row(0);
@@ -144,7 +148,7 @@ fn every_kernel_at_every_level_follows_the_rules_bit_for_bit() {
         for (rows, cols) in SHAPES {
             let encoded = encode(format, &noise(rows * cols, 5), cols);
             let tensor = tensor(&encoded);
-            let mut batch: Vec<f32> = noise(9 * cols, 23);
+            let mut batch: Vec<f32> = noise(COUNTS[COUNTS.len() - 1] * cols, 23);
             batch[..cols].fill(0.0); // a row of zeros
             for (i, v) in batch[cols..2 * cols].iter_mut().enumerate() {
                 *v *= if i % 2 == 0 { 1e20 } else { 1e-20 }; // extreme magnitudes
@@ -167,17 +171,19 @@ fn every_kernel_at_every_level_follows_the_rules_bit_for_bit() {
                     .collect();
                 for isa in Isa::available() {
                     let compute = compute(isa, 2, activations);
-                    let input = Input::new("x", &batch[..], cols);
-                    let mut got = vec![f32::NAN; 9 * rows];
-                    matmul(&compute, tensor.view(), &input, None, &mut got).unwrap();
-                    for (i, (got, want)) in got.iter().zip(&want).enumerate() {
-                        assert_eq!(
-                            got.to_bits(),
-                            want.to_bits(),
-                            "{format} [{rows}, {cols}] {activations} {isa:?} row {} out {}: {got} {want}",
-                            i / rows,
-                            i % rows
-                        );
+                    for count in COUNTS {
+                        let input = Input::new("x", &batch[..count * cols], cols);
+                        let mut got = vec![f32::NAN; count * rows];
+                        matmul(&compute, tensor.view(), &input, None, &mut got).unwrap();
+                        for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                            let (row, out) = (i / rows, i % rows);
+                            let case = format!("{format} [{rows}, {cols}] {activations} {isa:?}");
+                            assert_eq!(
+                                got.to_bits(),
+                                want.to_bits(),
+                                "{case} row {row} of {count}, output {out}: {got}, not {want}"
+                            );
+                        }
                     }
                 }
             }
@@ -191,14 +197,14 @@ fn a_row_does_not_depend_on_the_rows_beside_it() {
         let (rows, cols) = (33, 200);
         let encoded = encode(format, &noise(rows * cols, 2), cols);
         let tensor = tensor(&encoded);
-        let batch = noise(64 * cols, 3);
+        let batch = noise(300 * cols, 3);
         for activations in [Activations::F32, Activations::Int8] {
             let compute = compute(Isa::detect(), 2, activations);
             let input = Input::new("x", &batch[..], cols);
-            let mut all = vec![0.0; 64 * rows];
+            let mut all = vec![0.0; 300 * rows];
             matmul(&compute, tensor.view(), &input, None, &mut all).unwrap();
-            for count in [1, 2, 3, 8, 63] {
-                let picked: Vec<u32> = (0..count).map(|i| (i * 37 + 5) as u32 % 64).collect();
+            for count in [1, 2, 3, 8, 63, 290] {
+                let picked: Vec<u32> = (0..count).map(|i| (i * 37 + 5) as u32 % 300).collect();
                 let mut some = vec![0.0; count * rows];
                 matmul(&compute, tensor.view(), &input, Some(&picked), &mut some).unwrap();
                 for (row, got) in picked.iter().zip(some.chunks_exact(rows)) {
@@ -206,6 +212,53 @@ fn a_row_does_not_depend_on_the_rows_beside_it() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn the_way_through_matrix_tiles_gives_the_same_bits() {
+    let tiled = FORMATS.into_iter().filter(|format| TileShape::new(*format, 64).is_some());
+    for format in tiled {
+        for (rows, cols, count) in [(40, 200, 5), (16, 64, 16), (33, 528, 47), (70, 96, 140)] {
+            let tensor = tensor(&encode(format, &noise(rows * cols, 5), cols));
+            let compute = compute(Isa::SCALAR, 1, Activations::Int8);
+            let x = noise(count * cols, 6);
+            let input = Input::new("x", &x[..], cols);
+            let (mut want, mut got) = (vec![0.0; count * rows], vec![f32::NAN; count * rows]);
+            matmul(&compute, tensor.view(), &input, None, &mut want).unwrap();
+            matmul_in_emulated_tiles(&compute, tensor.view(), &input, &mut got).unwrap();
+            let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&got), bits(&want), "{format} [{rows}, {cols}] of {count} rows");
+        }
+    }
+}
+
+#[test]
+fn several_matrices_in_one_job_give_what_each_gives_alone() {
+    let cols = 96;
+    let formats = [Format::Int4Grouped(32), Format::Int8Row, Format::Mxfp4];
+    let tensors: Vec<QTensor> = formats
+        .iter()
+        .enumerate()
+        .map(|(i, format)| tensor(&encode(*format, &noise((20 + 30 * i) * cols, 7), cols)))
+        .collect();
+    let batch = noise(11 * cols, 3);
+    for count in [1, 3, 11] {
+        let compute = compute(Isa::detect(), 3, Activations::Int8);
+        let input = Input::new("x", &batch[..count * cols], cols);
+        let alone: Vec<Vec<f32>> = tensors
+            .iter()
+            .map(|tensor| {
+                let mut out = vec![0.0; count * tensor.desc().rows()];
+                matmul(&compute, tensor.view(), &input, None, &mut out).unwrap();
+                out
+            })
+            .collect();
+        let mut together: Vec<Vec<f32>> = alone.iter().map(|out| vec![9.0; out.len()]).collect();
+        let [a, b, c] = &mut together[..] else { panic!("three") };
+        let matrices = [tensors[0].view(), tensors[1].view(), tensors[2].view()];
+        matmul_each(&compute, matrices, &input, None, [a, b, c]).unwrap();
+        assert_eq!(together, alone);
     }
 }
 

@@ -62,5 +62,5 @@ pub fn encode(format: Format, values: &[f32], cols: usize) -> Encoded {
 
 /// A context at a level.
 pub fn compute(isa: Isa, threads: usize, activations: Activations) -> Compute {
-    Compute { isa, team: std::sync::Arc::new(Team::new(threads).unwrap()), activations }
+    Compute::new(isa, std::sync::Arc::new(Team::new(threads).unwrap()), activations)
 }

@@ -4,6 +4,8 @@
 //! method is defined by its result bits, so a kernel gives the same bits at each level by
 //! construction; [`Portable`] is the reference. CPU-specific code exists in `x86` only.
 
+#[cfg(target_arch = "x86_64")]
+pub mod amx;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 pub mod x86;
@@ -14,6 +16,18 @@ pub use portable::{Portable, e4m3_to_f32, f16_to_f32, ue8m0_to_f32};
 /// exact: pairs are summed in 16 bits on levels without the integer dot product.
 pub const PAIR_BOUND: i32 = i16::MAX as i32;
 
+/// Words of 4 inputs in the largest activation block.
+pub const WORDS_MAX: usize = crate::int8::BLOCK_MAX / 4;
+/// The codes of a block for 16 outputs: word `w` holds inputs `4 w ..`, byte `4 l + b` being input
+/// `4 w + b` of output `l`.
+pub type Panel = [[u8; 64]; WORDS_MAX];
+/// Rows of activations come in multiples of it where levels multiply in matrix tiles.
+pub const TILE_ROWS: usize = 16;
+/// Most rows of one call of [`Simd::block_products`].
+pub const TILE_ROWS_MAX: usize = 32;
+/// Integer products of a block: per panel, row and output.
+pub type BlockProducts = [[[i32; 16]; TILE_ROWS_MAX]; 2];
+
 /// A level's vector operations. A value of an implementing type proves that the CPU has the level.
 pub trait Simd: Copy + Send + Sync + 'static {
     /// 16 lanes of 32 bits, or 64 bytes: byte `b` of lane `l` is byte `4 l + b`.
@@ -22,6 +36,11 @@ pub trait Simd: Copy + Send + Sync + 'static {
     type F: Copy;
     /// [`Simd::dot_s8`] returns its sum plus this many times the sum of the inputs `x`.
     const S8_BIAS: i32;
+    /// Whether kernels carry a way through matrix tiles ([`Simd::block_products`]), to be taken
+    /// where the level chosen has them.
+    const MATRIX_TILES: bool = false;
+    /// Rows of activations whose sums, beside the weights, fit the registers: 2, 4 or 8.
+    const ROWS: usize;
 
     /// Loads 64 bytes.
     fn load(self, from: &[u8; 64]) -> Self::I;
@@ -37,6 +56,10 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load_e4m3(self, from: &[u8; 16]) -> Self::F;
     /// Loads 16 UE8M0 bytes as 2^(byte - 127). 255 must not occur.
     fn load_ue8m0(self, from: &[u8; 16]) -> Self::F;
+    /// Loads 16 signed numbers.
+    fn load_i32(self, from: &[i32; 16]) -> Self::I;
+    /// Stores 64 bytes.
+    fn store(self, value: Self::I, to: &mut [u8; 64]);
     /// Stores 16 numbers.
     fn store_f32(self, value: Self::F, to: &mut [f32; 16]);
     /// The same 32 bits in every lane.
@@ -53,6 +76,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn shr(self, a: Self::I, bits: u32) -> Self::I;
     /// Logical left shift of each lane; `bits` < 32.
     fn shl(self, a: Self::I, bits: u32) -> Self::I;
+    /// Wrapping addition of lanes.
+    fn add(self, a: Self::I, b: Self::I) -> Self::I;
     /// Wrapping subtraction of lanes.
     fn sub(self, a: Self::I, b: Self::I) -> Self::I;
     /// Wrapping addition of bytes.
@@ -80,6 +105,84 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn mul_f32(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+
+    /// Lane `l` is the sum of the lanes of `values[l]`, folded 16 -> 8 -> 4 -> 2 -> 1, lane `j`
+    /// plus lane `j + half`.
+    #[inline(always)]
+    fn fold16(self, values: &[Self::F; 16]) -> Self::F {
+        let mut sums = [0.0; 16];
+        for (sum, value) in sums.iter_mut().zip(values) {
+            let mut lanes = [0.0; 16];
+            self.store_f32(*value, &mut lanes);
+            for half in [8, 4, 2, 1] {
+                for lane in 0..half {
+                    lanes[lane] += lanes[lane + half];
+                }
+            }
+            *sum = lanes[0];
+        }
+        self.load_f32(&sums)
+    }
+
+    /// Prepares the thread for [`Simd::block_products`] of blocks of `words` words, at most
+    /// [`WORDS_MAX`].
+    ///
+    /// # Safety
+    /// The CPU and the system must let the process use matrix tiles, as a level of
+    /// [`Isa::has_matrix_tiles`](crate::Isa::has_matrix_tiles) proves.
+    #[inline(always)]
+    unsafe fn tiles_begin(self, _words: usize) {}
+
+    /// Ends what [`Simd::tiles_begin`] began.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    unsafe fn tiles_end(self) {}
+
+    /// `out[p][r][l]` = the exact sum over the first `words` words of the products of the signed
+    /// bytes of panel `p` for output `l` with row `r` of `x`. Rows have `4 words` bytes; they are
+    /// [`TILE_ROWS`] or [`TILE_ROWS_MAX`] in number.
+    ///
+    /// # Safety
+    /// The last call of [`Simd::tiles_begin`] on this thread must have been with these `words`,
+    /// and [`Simd::tiles_end`] not called since.
+    #[inline(always)]
+    unsafe fn block_products(
+        self,
+        words: usize,
+        panels: &[Panel; 2],
+        x: &[i8],
+        out: &mut BlockProducts,
+    ) {
+        for (panel, out) in panels.iter().zip(out) {
+            for (x, out) in x.chunks_exact(4 * words).zip(out) {
+                *out = [0; 16];
+                for (word, four) in panel.iter().zip(x.as_chunks::<4>().0) {
+                    for (out, weights) in out.iter_mut().zip(word.as_chunks::<4>().0) {
+                        for (weight, x) in weights.iter().zip(four) {
+                            *out += i32::from(*weight as i8) * i32::from(*x);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// An array made element by element inside a kernel: `fill!(zero; |k| value)`. Closures given to
+/// the array functions of the standard library are functions of their own, which the compiler may
+/// leave without the level's instructions; this is a loop.
+#[macro_export]
+macro_rules! fill {
+    ($zero:expr; |$k:ident| $value:expr) => {{
+        let mut out = [$zero; _];
+        #[allow(clippy::needless_range_loop)]
+        for $k in 0..out.len() {
+            out[$k] = $value;
+        }
+        out
+    }};
 }
 
 /// Defines a function that runs a generic kernel at the level of its first argument.
@@ -135,14 +238,14 @@ macro_rules! multiversion {
                         // SAFETY: as above.
                         return unsafe { avx512(x86::Avx512::assume() $(, $arg)*) };
                     }
-                    $crate::Level::Avx512Vnni => {
-                        // SAFETY: as above.
+                    $crate::Level::Avx512Vnni | $crate::Level::Amx => {
+                        // SAFETY: as above; AMX comes with all of AVX-512 VNNI.
                         return unsafe { avx512_vnni(x86::Avx512Vnni::assume() $(, $arg)*) };
                     }
                 }
             }
             let _ = isa;
-            $kernel($crate::simd::Portable $(, $arg)*)
+            $kernel($crate::simd::Portable::<false> $(, $arg)*)
         }
     )*};
 }

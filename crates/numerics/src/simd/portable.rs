@@ -2,9 +2,10 @@
 
 use super::Simd;
 
-/// Portable vectors.
+/// Portable vectors. With `TILES`, kernels take the way of levels that have matrix tiles, so that
+/// it can be tested on every CPU.
 #[derive(Clone, Copy)]
-pub struct Portable;
+pub struct Portable<const TILES: bool>;
 
 #[inline(always)]
 fn map2<T: Copy, const N: usize>(a: [T; N], b: [T; N], f: impl Fn(T, T) -> T) -> [T; N] {
@@ -48,10 +49,12 @@ pub fn ue8m0_to_f32(byte: u8) -> f32 {
     f32::from_bits(if byte == 0 { 0x0040_0000 } else { u32::from(byte) << 23 })
 }
 
-impl Simd for Portable {
+impl<const TILES: bool> Simd for Portable<TILES> {
     type I = [u32; 16];
     type F = [f32; 16];
     const S8_BIAS: i32 = 0;
+    const MATRIX_TILES: bool = TILES;
+    const ROWS: usize = 2;
 
     #[inline(always)]
     fn load(self, from: &[u8; 64]) -> [u32; 16] {
@@ -94,6 +97,14 @@ impl Simd for Portable {
         from.map(ue8m0_to_f32)
     }
     #[inline(always)]
+    fn load_i32(self, from: &[i32; 16]) -> [u32; 16] {
+        from.map(|lane| lane as u32)
+    }
+    #[inline(always)]
+    fn store(self, value: [u32; 16], to: &mut [u8; 64]) {
+        *to = bytes(value);
+    }
+    #[inline(always)]
     fn store_f32(self, value: [f32; 16], to: &mut [f32; 16]) {
         *to = value;
     }
@@ -124,6 +135,10 @@ impl Simd for Portable {
     #[inline(always)]
     fn shl(self, a: [u32; 16], bits: u32) -> [u32; 16] {
         map2(a, a, |a, _| a << bits)
+    }
+    #[inline(always)]
+    fn add(self, a: [u32; 16], b: [u32; 16]) -> [u32; 16] {
+        map2(a, b, u32::wrapping_add)
     }
     #[inline(always)]
     fn sub(self, a: [u32; 16], b: [u32; 16]) -> [u32; 16] {

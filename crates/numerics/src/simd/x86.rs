@@ -3,7 +3,8 @@
 
 use core::arch::x86_64::*;
 
-use super::Simd;
+use super::{BlockProducts, Panel, Simd, amx};
+use crate::fill;
 
 macro_rules! level_type {
     ($($(#[$meta:meta])* $name:ident),*) => {$(
@@ -60,6 +61,22 @@ macro_rules! proved {
     }};
 }
 
+/// The same intrinsics on both registers of a method of a 256-bit level.
+macro_rules! two {
+    ($values:expr, |$value:ident| { $($body:tt)* }) => {{
+        let [low, high] = $values;
+        let low = {
+            let $value = low;
+            proved! { $($body)* }
+        };
+        let high = {
+            let $value = high;
+            proved! { $($body)* }
+        };
+        [low, high]
+    }};
+}
+
 /// A 256-bit level: two registers hold the 16 lanes.
 macro_rules! impl_256 {
     ($name:ident, $s8_bias:expr, $dot:ident, $dot_s8:ident) => {
@@ -67,6 +84,7 @@ macro_rules! impl_256 {
             type I = [__m256i; 2];
             type F = [__m256; 2];
             const S8_BIAS: i32 = $s8_bias;
+            const ROWS: usize = 4;
 
             #[inline(always)]
             fn load(self, from: &[u8; 64]) -> Self::I {
@@ -82,18 +100,19 @@ macro_rules! impl_256 {
             }
             #[inline(always)]
             fn load_bf16(self, from: &[u8; 32]) -> Self::F {
-                [read::<__m128i, _>(from, 0), read::<__m128i, _>(from, 16)].map(|half| proved! {
+                two!([read::<__m128i, _>(from, 0), read::<__m128i, _>(from, 16)], |half| {
                     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(half)))
                 })
             }
             #[inline(always)]
             fn load_f16(self, from: &[u8; 32]) -> Self::F {
-                [read::<__m128i, _>(from, 0), read::<__m128i, _>(from, 16)]
-                    .map(|half| proved! { _mm256_cvtph_ps(half) })
+                two!([read::<__m128i, _>(from, 0), read::<__m128i, _>(from, 16)], |half| {
+                    _mm256_cvtph_ps(half)
+                })
             }
             #[inline(always)]
             fn load_e4m3(self, from: &[u8; 16]) -> Self::F {
-                [read::<u64, _>(from, 0), read::<u64, _>(from, 8)].map(|eight| proved! {
+                two!([read::<u64, _>(from, 0), read::<u64, _>(from, 8)], |eight| {
                     let wide = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(eight as i64));
                     let low = _mm256_and_si256(wide, _mm256_set1_epi32(0x7f));
                     let sign = _mm256_slli_epi32::<24>(_mm256_xor_si256(wide, low));
@@ -106,12 +125,64 @@ macro_rules! impl_256 {
             }
             #[inline(always)]
             fn load_ue8m0(self, from: &[u8; 16]) -> Self::F {
-                [read::<u64, _>(from, 0), read::<u64, _>(from, 8)].map(|eight| proved! {
+                two!([read::<u64, _>(from, 0), read::<u64, _>(from, 8)], |eight| {
                     let wide = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(eight as i64));
                     let zero = _mm256_cmpeq_epi32(wide, _mm256_setzero_si256());
                     let subnormal = _mm256_and_si256(zero, _mm256_set1_epi32(0x0040_0000));
                     _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32::<23>(wide), subnormal))
                 })
+            }
+            #[inline(always)]
+            fn load_i32(self, from: &[i32; 16]) -> Self::I {
+                [read::<__m256i, _>(from, 0), read::<__m256i, _>(from, 32)]
+            }
+            #[inline(always)]
+            fn store(self, value: Self::I, to: &mut [u8; 64]) {
+                let [low, high] = value;
+                // SAFETY: `self` proves the level; the array has the 64 bytes written.
+                unsafe {
+                    _mm256_storeu_si256(to.as_mut_ptr().cast(), low);
+                    _mm256_storeu_si256(to.as_mut_ptr().add(32).cast(), high);
+                }
+            }
+            #[inline(always)]
+            fn fold16(self, values: &[Self::F; 16]) -> Self::F {
+                proved! {
+                    let eight: [__m256; 16] = fill!(values[0][0]; |i| {
+                        _mm256_add_ps(values[i][0], values[i][1])
+                    });
+                    // Values i and i + 8 share a register, one in each half.
+                    let four: [__m256; 8] = fill!(values[0][0]; |i| {
+                        let (a, b) = (eight[i], eight[i + 8]);
+                        _mm256_add_ps(
+                            _mm256_permute2f128_ps::<0x20>(a, b),
+                            _mm256_permute2f128_ps::<0x31>(a, b),
+                        )
+                    });
+                    let two: [__m256; 4] = fill!(values[0][0]; |i| {
+                        let (a, b) = (four[i], four[i + 4]);
+                        _mm256_add_ps(
+                            _mm256_shuffle_ps::<0x44>(a, b),
+                            _mm256_shuffle_ps::<0xee>(a, b),
+                        )
+                    });
+                    // Values i, i + 4, i + 2, i + 6; the same from i + 8 on in the upper half.
+                    let one: [__m256; 2] = fill!(values[0][0]; |i| {
+                        let (a, b) = (two[i], two[i + 2]);
+                        _mm256_add_ps(
+                            _mm256_shuffle_ps::<0x88>(a, b),
+                            _mm256_shuffle_ps::<0xdd>(a, b),
+                        )
+                    });
+                    let low = _mm256_unpacklo_ps(one[0], one[1]);
+                    let high = _mm256_unpackhi_ps(one[0], one[1]);
+                    let first = _mm256_shuffle_ps::<0x44>(low, high);
+                    let second = _mm256_shuffle_ps::<0xee>(low, high);
+                    [
+                        _mm256_permute2f128_ps::<0x20>(first, second),
+                        _mm256_permute2f128_ps::<0x31>(first, second),
+                    ]
+                }
             }
             #[inline(always)]
             fn store_f32(self, value: Self::F, to: &mut [f32; 16]) {
@@ -163,6 +234,11 @@ macro_rules! impl_256 {
                 }
             }
             #[inline(always)]
+            fn add(self, a: Self::I, b: Self::I) -> Self::I {
+                // SAFETY: `self` proves the level.
+                unsafe { [_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])] }
+            }
+            #[inline(always)]
             fn sub(self, a: Self::I, b: Self::I) -> Self::I {
                 // SAFETY: `self` proves the level.
                 unsafe { [_mm256_sub_epi32(a[0], b[0]), _mm256_sub_epi32(a[1], b[1])] }
@@ -200,7 +276,7 @@ macro_rules! impl_256 {
                 let (low, high) = (read::<__m256i, _>(table, 0), read::<__m256i, _>(table, 32));
                 // The permutation looks at the low three bits of
                 // a lane; bit 3, moved to the sign, selects the half of the table.
-                lanes.map(|lane| proved! {
+                two!(lanes, |lane| {
                     let from_low = _mm256_permutevar8x32_epi32(low, lane);
                     let from_high = _mm256_permutevar8x32_epi32(high, lane);
                     let select = _mm256_slli_epi32::<28>(lane);
@@ -214,7 +290,7 @@ macro_rules! impl_256 {
             #[inline(always)]
             fn gather(self, table: &[u32; 256], indices: &[u8; 16]) -> Self::I {
                 // An index of 8 bits is inside the 256 entries.
-                [read::<u64, _>(indices, 0), read::<u64, _>(indices, 8)].map(|eight| proved! {
+                two!([read::<u64, _>(indices, 0), read::<u64, _>(indices, 8)], |eight| {
                     let lanes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(eight as i64));
                     _mm256_i32gather_epi32::<4>(table.as_ptr().cast(), lanes)
                 })
@@ -223,7 +299,7 @@ macro_rules! impl_256 {
             fn expand_bits(self, mask: u64, value: u8) -> Self::I {
                 // Each 32-bit half of the mask is repeated, byte
                 // b/8 is moved to byte b, and its bit b%8 tested.
-                [mask as u32, (mask >> 32) as u32].map(|half| proved! {
+                two!([mask as u32, (mask >> 32) as u32], |half| {
                     let spread = _mm256_shuffle_epi8(
                         _mm256_set1_epi32(half as i32),
                         _mm256_setr_epi8(
@@ -238,7 +314,7 @@ macro_rules! impl_256 {
             }
             #[inline(always)]
             fn to_f32(self, a: Self::I) -> Self::F {
-                a.map(|half| proved! { _mm256_cvtepi32_ps(half) })
+                two!(a, |half| { _mm256_cvtepi32_ps(half) })
             }
             #[inline(always)]
             fn add_f32(self, a: Self::F, b: Self::F) -> Self::F {
@@ -294,11 +370,13 @@ impl_256!(AvxVnni, 128, dot_u8_avx_vnni, dot_s8_avx_vnni);
 
 /// A 512-bit level: one register holds the 16 lanes.
 macro_rules! impl_512 {
-    ($name:ident, $s8_bias:expr, $dot:ident, $dot_s8:ident) => {
+    ($name:ident, $s8_bias:expr, $dot:ident, $dot_s8:ident $(, $more:item)*) => {
         impl Simd for $name {
             type I = __m512i;
             type F = __m512;
             const S8_BIAS: i32 = $s8_bias;
+            const ROWS: usize = 8;
+            $($more)*
 
             #[inline(always)]
             fn load(self, from: &[u8; 64]) -> __m512i {
@@ -353,6 +431,50 @@ macro_rules! impl_512 {
                 }
             }
             #[inline(always)]
+            fn load_i32(self, from: &[i32; 16]) -> __m512i {
+                read::<__m512i, _>(from, 0)
+            }
+            #[inline(always)]
+            fn store(self, value: __m512i, to: &mut [u8; 64]) {
+                // SAFETY: `self` proves the level; the array has the 64 bytes written.
+                unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), value) }
+            }
+            #[inline(always)]
+            fn fold16(self, values: &[__m512; 16]) -> __m512 {
+                proved! {
+                    // Values i and i + 8 share a register, one in each half.
+                    let eight: [__m512; 8] = fill!(values[0]; |i| {
+                        let (a, b) = (values[i], values[i + 8]);
+                        _mm512_add_ps(
+                            _mm512_shuffle_f32x4::<0x44>(a, b),
+                            _mm512_shuffle_f32x4::<0xee>(a, b),
+                        )
+                    });
+                    let four: [__m512; 4] = fill!(values[0]; |i| {
+                        let (a, b) = (eight[i], eight[i + 4]);
+                        _mm512_add_ps(
+                            _mm512_shuffle_f32x4::<0x88>(a, b),
+                            _mm512_shuffle_f32x4::<0xdd>(a, b),
+                        )
+                    });
+                    let two: [__m512; 2] = fill!(values[0]; |i| {
+                        let (a, b) = (four[i], four[i + 2]);
+                        _mm512_add_ps(
+                            _mm512_shuffle_ps::<0x44>(a, b),
+                            _mm512_shuffle_ps::<0xee>(a, b),
+                        )
+                    });
+                    let one = _mm512_add_ps(
+                        _mm512_shuffle_ps::<0x88>(two[0], two[1]),
+                        _mm512_shuffle_ps::<0xdd>(two[0], two[1]),
+                    );
+                    // Quarters hold values k, k + 2, k + 1, k + 3 for k = 0, 8, 4, 12.
+                    let order =
+                        _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+                    _mm512_permutexvar_ps(order, one)
+                }
+            }
+            #[inline(always)]
             fn store_f32(self, value: __m512, to: &mut [f32; 16]) {
                 // SAFETY: `self` proves the level; the array has the 64 bytes written.
                 unsafe { _mm512_storeu_ps(to.as_mut_ptr(), value) }
@@ -391,6 +513,11 @@ macro_rules! impl_512 {
             fn shl(self, a: __m512i, bits: u32) -> __m512i {
                 // SAFETY: `self` proves the level.
                 unsafe { _mm512_sllv_epi32(a, _mm512_set1_epi32(bits as i32)) }
+            }
+            #[inline(always)]
+            fn add(self, a: __m512i, b: __m512i) -> __m512i {
+                // SAFETY: `self` proves the level.
+                unsafe { _mm512_add_epi32(a, b) }
             }
             #[inline(always)]
             fn sub(self, a: __m512i, b: __m512i) -> __m512i {
@@ -501,8 +628,34 @@ unsafe fn dot_s8_vnni(acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
 }
 
 impl_512!(Avx512, 0, dot_u8_avx512, dot_s8_avx512);
-impl_512!(Avx512Vnni, 128, dot_u8_vnni, dot_s8_vnni);
-
+impl_512!(
+    Avx512Vnni,
+    128,
+    dot_u8_vnni,
+    dot_s8_vnni,
+    const MATRIX_TILES: bool = true;,
+    #[inline(always)]
+    unsafe fn tiles_begin(self, words: usize) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { amx::begin(words) }
+    },
+    #[inline(always)]
+    unsafe fn tiles_end(self) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { amx::end() }
+    },
+    #[inline(always)]
+    unsafe fn block_products(
+        self,
+        words: usize,
+        panels: &[Panel; 2],
+        x: &[i8],
+        out: &mut BlockProducts,
+    ) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { amx::block_products(words, panels, x, out) }
+    }
+);
 #[cfg(test)]
 mod tests {
     use crate::{Isa, lanes};
@@ -511,7 +664,7 @@ mod tests {
     fn the_portable_code_gives_the_same_bits_with_and_without_the_fma_instruction() {
         #[target_feature(enable = "fma")]
         fn with_fma(a: &[f32], b: &[f32]) -> f32 {
-            lanes::dot_in(crate::simd::Portable, a, b)
+            lanes::dot_in(crate::simd::Portable::<false>, a, b)
         }
         if !is_x86_feature_detected!("fma") {
             println!("SKIPPED: this CPU has no fma");

@@ -18,6 +18,7 @@ fn generation(max_tokens: usize, stop_ids: Vec<u32>) -> GenerationOptions {
         sampler: SamplerOptions::default(),
         stop_ids,
         fingerprint: true,
+        profile: false,
     }
 }
 

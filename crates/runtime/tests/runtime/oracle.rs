@@ -20,6 +20,7 @@ fn every_fixture_matches_its_reference_teacher_forced_and_greedy() {
             sampler: SamplerOptions::default(),
             stop_ids: Vec::new(),
             fingerprint: false,
+            profile: false,
         };
         // A second session needs its own memory; the first is gone by now.
         let mut session = engine.session().unwrap();

@@ -1,0 +1,164 @@
+//! A few rows: every weight is decoded in registers and meets the rows at once; sums stay in
+//! registers from the first input to the last.
+
+use numerics::fill;
+use numerics::int8::Int8Row;
+use numerics::simd::Simd;
+use numerics::team::Columns;
+
+use super::{Job, add_block, block_scales, load_f32, x_word};
+use crate::input::Operand;
+use crate::tile::{Codes, ROWS, Scaling, TileShape};
+
+/// Most rows that come this way.
+pub const ROWS_MAX: usize = 4;
+
+/// Partial sums of a row.
+const PARTS: usize = 2;
+
+/// Chunks that are multiplied as one: at least two steps.
+const fn chunks_per_unit<C: Codes>() -> usize {
+    if C::CHUNK_INPUTS == 4 { 2 } else { 1 }
+}
+
+/// Computes the columns of `out` for all rows, at most [`ROWS_MAX`].
+#[inline(always)]
+pub fn tiles<S: Simd, C: Codes>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
+    // Rows beyond the last are that one again; their sums are dropped.
+    for first in (0..job.rows.count).step_by(S::ROWS.min(ROWS_MAX)) {
+        match (S::ROWS, job.rows.count - first) {
+            (_, 1) => some_rows::<S, C, 1>(simd, job, first, out),
+            (..4, _) | (_, 2) => some_rows::<S, C, 2>(simd, job, first, out),
+            _ => some_rows::<S, C, 4>(simd, job, first, out),
+        }
+    }
+}
+
+#[inline(always)]
+fn some_rows<S: Simd, C: Codes, const R: usize>(
+    simd: S,
+    job: &Job<'_>,
+    first: usize,
+    out: &mut Columns<'_>,
+) {
+    let Some((shape, _)) = job.matrix.desc.tile() else { return };
+    let rows: [usize; R] = fill!(0; |r| job.rows.get((first + r).min(job.rows.count - 1)));
+    for column in out.range().step_by(ROWS) {
+        let tile = job.tile(column);
+        let columns = ROWS.min(out.range().end - column);
+        let sums: [S::F; R] = match job.operand {
+            Operand::Int8(x) => {
+                let x = fill!(x.row(rows[0]); |r| x.row(rows[r]));
+                int8_tile::<S, C, R>(simd, &shape, tile, x)
+            }
+            Operand::F32 { rows: x, stride } => {
+                let x = fill!(x; |r| &x[rows[r] * stride..][..stride]);
+                f32_tile::<S, C, R>(simd, &shape, tile, x)
+            }
+        };
+        for (r, sum) in sums.into_iter().enumerate().take(job.rows.count - first) {
+            let mut values = [0.0; ROWS];
+            simd.store_f32(sum, &mut values);
+            out.put(first + r, column, &values[..columns]);
+        }
+    }
+}
+
+#[inline(always)]
+fn int8_tile<S: Simd, C: Codes, const R: usize>(
+    simd: S,
+    shape: &TileShape,
+    tile: &[u8],
+    x: [Int8Row<'_>; R],
+) -> [S::F; R] {
+    let steps = C::CHUNK_INPUTS / 4;
+    let bias = if C::SIGNED { S::S8_BIAS } else { C::BIAS as i32 };
+    let mut acc = [simd.splat_f32(0.0); R];
+    for (index, block) in shape.blocks::<C>(tile).enumerate() {
+        let words = block.chunks.len() / C::CHUNK_BYTES * steps;
+        let first_word = block.start / 4;
+        let xs: [&[[i8; 4]]; R] =
+            fill!(&[][..]; |r| &x[r].codes.as_chunks::<4>().0[first_word..][..words]);
+        // Integer sums are exact in any order: two of them per row keep the multipliers busy.
+        let mut sums = [[simd.splat(0); PARTS]; R];
+        let unit_bytes = C::CHUNK_BYTES * chunks_per_unit::<C>();
+        for (at, unit) in block.chunks.chunks_exact(unit_bytes).enumerate() {
+            for step in 0..steps * chunks_per_unit::<C>() {
+                let chunk = &unit[step / steps * C::CHUNK_BYTES..][..C::CHUNK_BYTES];
+                let w = C::codes(simd, chunk, step % steps);
+                let part = if S::ROWS == 8 { step % PARTS } else { 0 };
+                for r in 0..R {
+                    let word = xs[r][at * steps * chunks_per_unit::<C>() + step];
+                    let x = simd.splat(x_word(word));
+                    sums[r][part] = if C::SIGNED {
+                        simd.dot_s8(sums[r][part], w, x)
+                    } else {
+                        simd.dot_u8(sums[r][part], w, x)
+                    };
+                }
+            }
+        }
+        let scales = block_scales::<S, C>(simd, block.header, block.chunks);
+        for r in 0..R {
+            let correction = simd.splat((bias * x[r].sums[index]) as u32);
+            let mut sum = simd.sub(sums[r][0], correction);
+            if S::ROWS == 8 {
+                sum = simd.add(sum, sums[r][1]);
+            }
+            acc[r] = add_block::<S, C>(simd, sum, scales, x[r].scales[index], acc[r]);
+        }
+    }
+    if C::SCALING == Scaling::Row {
+        let scales = load_f32(simd, tile);
+        for acc in &mut acc {
+            *acc = simd.mul_f32(*acc, scales);
+        }
+    }
+    acc
+}
+
+#[inline(always)]
+fn f32_tile<S: Simd, C: Codes, const R: usize>(
+    simd: S,
+    shape: &TileShape,
+    tile: &[u8],
+    x: [&[f32]; R],
+) -> [S::F; R] {
+    let row_scales = match C::SCALING {
+        Scaling::Row => load_f32(simd, tile),
+        Scaling::Group | Scaling::Ue8m0Half | Scaling::E8 => simd.splat_f32(1.0),
+    };
+    let mut acc = [simd.splat_f32(0.0); R];
+    for block in shape.blocks::<C>(tile) {
+        let scales = match C::SCALING {
+            Scaling::Row => row_scales,
+            Scaling::Group | Scaling::Ue8m0Half | Scaling::E8 => {
+                block_scales::<S, C>(simd, block.header, block.chunks)
+            }
+        };
+        for (at, chunk) in block.chunks.chunks_exact(C::CHUNK_BYTES).enumerate() {
+            let first = block.start + at * C::CHUNK_INPUTS;
+            let xs: [&[f32]; R] = fill!(&[][..]; |r| &x[r][first..][..C::CHUNK_INPUTS]);
+            for step in 0..C::CHUNK_INPUTS / 4 {
+                let weights = weights::<S, C>(simd, chunk, step, scales);
+                for (byte, weight) in weights.into_iter().enumerate() {
+                    for r in 0..R {
+                        let x = simd.splat_f32(xs[r][step * 4 + byte]);
+                        acc[r] = simd.fma(weight, x, acc[r]);
+                    }
+                }
+            }
+        }
+    }
+    acc
+}
+
+/// The f32 weights of the four inputs of a step, one vector of 16 outputs each.
+#[inline(always)]
+pub fn weights<S: Simd, C: Codes>(simd: S, chunk: &[u8], step: usize, scales: S::F) -> [S::F; 4] {
+    let codes = C::unsigned(simd, C::codes(simd, chunk, step));
+    fill!(scales; |byte| {
+        let code = simd.and(simd.shr(codes, 8 * byte as u32), simd.splat(0xff));
+        simd.mul_f32(simd.to_f32(simd.sub(code, simd.splat(C::BIAS))), scales)
+    })
+}

@@ -1,0 +1,144 @@
+//! Selected int8 rows in the order in which the many-rows kernels read them.
+
+use numerics::Compute;
+use numerics::int8::Int8Rows;
+use numerics::scratch::Buf;
+use numerics::team::rows_mut;
+
+use super::Rows;
+
+/// Rows whose sums one pass over a tile serves: their codes of one block, beside their sums, stay
+/// in the nearest cache.
+pub const CHUNK_ROWS: usize = 128;
+
+/// What a kernel wants of its packed rows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Packing {
+    /// Weight codes exceed their values by it.
+    pub bias: i32,
+    /// Rows are padded with zeros to a multiple of it.
+    pub row_unit: usize,
+    /// Whether matrix tiles multiply them.
+    pub matrix_tiles: bool,
+}
+
+/// Int8 rows, cut in chunks of equal length: per chunk and block, the codes of all its rows.
+pub struct PackedRows {
+    source: *const Int8Rows,
+    packing: Packing,
+    rows: usize,
+    chunk_rows: usize,
+    blocks: usize,
+    block: usize,
+    codes: Buf<i8>,
+    scales: Buf<f32>,
+    corrections: Buf<i32>,
+}
+
+// SAFETY: `source` is only compared, never followed.
+unsafe impl Sync for PackedRows {}
+
+/// One chunk of [`PackedRows`].
+#[derive(Clone, Copy)]
+pub struct PackedChunk<'a> {
+    /// First row.
+    pub first: usize,
+    /// Rows that count.
+    pub rows: usize,
+    /// Rows with padding.
+    padded: usize,
+    /// Rows in memory from block to block.
+    stride: usize,
+    block: usize,
+    codes: &'a [i8],
+    scales: &'a [f32],
+    corrections: &'a [i32],
+}
+
+/// One block of a chunk.
+pub struct PackedBlock<'a> {
+    /// Codes of all rows of the chunk, with padding.
+    pub codes: &'a [i8],
+    /// Scale of each row.
+    pub scales: &'a [f32],
+    /// What to add to each row's sum of products so that the codes' bias drops out.
+    pub corrections: &'a [i32],
+}
+
+impl PackedRows {
+    /// Packs the rows that take part.
+    pub fn new(compute: &Compute, x: &Int8Rows, rows: &Rows<'_>, packing: Packing) -> PackedRows {
+        let count = rows.count.max(1);
+        let chunks = count.div_ceil(CHUNK_ROWS);
+        let chunk_rows = count.div_ceil(chunks).next_multiple_of(packing.row_unit);
+        let chunks = count.div_ceil(chunk_rows);
+        let (block, blocks) = (x.block(), x.cols().div_ceil(x.block()));
+        let per_chunk = blocks * chunk_rows;
+        let mut codes = compute.scratch.zeroed(chunks * per_chunk * block);
+        let mut scales = compute.scratch.zeroed(chunks * per_chunk);
+        let mut corrections = compute.scratch.zeroed(chunks * per_chunk);
+        let parts = (
+            rows_mut(&mut codes, per_chunk * block),
+            rows_mut(&mut scales, per_chunk),
+            rows_mut(&mut corrections, per_chunk),
+        );
+        compute.team.rows(chunks, 1, parts, |range, (codes, scales, corrections)| {
+            for (at, chunk) in range.enumerate() {
+                let in_chunk = chunk_rows.min(rows.count - chunk * chunk_rows);
+                for r in 0..in_chunk {
+                    let row = x.row(rows.get(chunk * chunk_rows + r));
+                    for (index, from) in row.codes.chunks(block).take(blocks).enumerate() {
+                        let slot = (at * blocks + index) * chunk_rows + r;
+                        codes[slot * block..][..from.len()].copy_from_slice(from);
+                        scales[slot] = row.scales[index];
+                        corrections[slot] = -packing.bias * row.sums[index];
+                    }
+                }
+            }
+        });
+        let (source, rows) = (std::ptr::from_ref(x), rows.count);
+        PackedRows { source, packing, rows, chunk_rows, blocks, block, codes, scales, corrections }
+    }
+
+    /// Whether these are the given rows in the given packing.
+    pub fn is_of(&self, x: &Int8Rows, packing: Packing) -> bool {
+        std::ptr::eq(self.source, x) && self.packing == packing
+    }
+
+    /// Whether matrix tiles are to multiply these rows.
+    pub fn for_matrix_tiles(&self) -> bool {
+        self.packing.matrix_tiles
+    }
+
+    /// The chunks in order.
+    pub fn chunks(&self) -> impl Iterator<Item = PackedChunk<'_>> {
+        (0..self.rows.div_ceil(self.chunk_rows)).map(|chunk| {
+            let first = chunk * self.chunk_rows;
+            let per_chunk = self.blocks * self.chunk_rows;
+            let rows = self.chunk_rows.min(self.rows - first);
+            PackedChunk {
+                first,
+                rows,
+                padded: rows.next_multiple_of(self.packing.row_unit),
+                stride: self.chunk_rows,
+                block: self.block,
+                codes: &self.codes[chunk * per_chunk * self.block..][..per_chunk * self.block],
+                scales: &self.scales[chunk * per_chunk..][..per_chunk],
+                corrections: &self.corrections[chunk * per_chunk..][..per_chunk],
+            }
+        })
+    }
+}
+
+impl<'a> PackedChunk<'a> {
+    /// Block `index`.
+    #[inline(always)]
+    pub fn block(&self, index: usize) -> PackedBlock<'a> {
+        let at = index * self.stride;
+        PackedBlock {
+            codes: &self.codes[at * self.block..][..self.padded * self.block],
+            scales: &self.scales[at..][..self.padded],
+            corrections: &self.corrections[at..][..self.padded],
+        }
+    }
+}
