@@ -92,7 +92,7 @@ fn add_expert(
     sum: &mut [i64],
 ) -> Result<(), ExpertError> {
     let hidden = batch.input.cols();
-    let mut out = compute.scratch.zeroed(work.rows.len() * hidden);
+    let mut out = compute.scratch.filled_later(work.rows.len() * hidden);
     let numeric = |source| ExpertError::Numeric { layer, expert: work.expert, source };
     // Rows of the expert's own products are counted among its rows; errors name the batch's.
     let of_batch = |error: NumericError| {

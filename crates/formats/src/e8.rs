@@ -217,6 +217,7 @@ impl Codes for E8 {
     const SCALING: Scaling = Scaling::E8;
     const CHUNK_INPUTS: usize = SUB_BLOCK;
     const CHUNK_BYTES: usize = CHUNK_WORDS_AT + 4 * ROWS;
+    const BLOCK: Option<usize> = Some(32);
     const SIGNED: bool = false;
     // Pair bound: 2·124·127 = 31,496.
     const BIAS: u32 = BIAS as u32;

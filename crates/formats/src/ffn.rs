@@ -93,7 +93,7 @@ pub fn expert_ffn(
 ) -> Result<(), NumericError> {
     let count = rows.map_or(input.rows(), <[u32]>::len);
     let intermediate = expert.gate.desc.rows();
-    let mut gated = compute.scratch.zeroed(count * intermediate);
+    let mut gated = compute.scratch.filled_later(count * intermediate);
     matmul_gated(compute, [expert.gate, expert.up], input, rows, &mut gated)?;
     let hidden = Input::new("expert intermediate", gated, intermediate);
     matmul(compute, expert.down, &hidden, None, out)

@@ -48,6 +48,7 @@ impl Codes for Int2 {
     const SCALING: Scaling = Scaling::Row;
     const CHUNK_INPUTS: usize = 16;
     const CHUNK_BYTES: usize = 64;
+    const BLOCK: Option<usize> = Some(64);
     const SIGNED: bool = false;
     // Pair bound: 2·3·127 = 762.
     const BIAS: u32 = ZERO as u32;

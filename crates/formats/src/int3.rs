@@ -50,6 +50,7 @@ impl Codes for Int3 {
     const SCALING: Scaling = Scaling::Group;
     const CHUNK_INPUTS: usize = 16;
     const CHUNK_BYTES: usize = CHUNK_LOW_BYTES + 32;
+    const BLOCK: Option<usize> = Some(64);
     const SIGNED: bool = false;
     // Pair bound: 2·7·127 = 1,778.
     const BIAS: u32 = ZERO as u32;

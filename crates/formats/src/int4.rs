@@ -54,6 +54,7 @@ impl<const GROUPED: bool> Codes for Int4<GROUPED> {
     const SCALING: Scaling = if GROUPED { Scaling::Group } else { Scaling::Row };
     const CHUNK_INPUTS: usize = 8;
     const CHUNK_BYTES: usize = 64;
+    const BLOCK: Option<usize> = if GROUPED { None } else { Some(64) };
     const SIGNED: bool = false;
     // Pair bound: 2·15·127 = 3,810.
     const BIAS: u32 = ZERO as u32;

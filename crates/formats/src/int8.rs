@@ -30,6 +30,7 @@ impl Codes for Int8 {
     const SCALING: Scaling = Scaling::Row;
     const CHUNK_INPUTS: usize = 4;
     const CHUNK_BYTES: usize = 64;
+    const BLOCK: Option<usize> = Some(64);
     const SIGNED: bool = true;
     const BIAS: u32 = 128;
 

@@ -133,7 +133,7 @@ pub fn matmul_gated(
     let step = compute.team.step(width, GRAIN);
     compute.team.columns(out, width, step, |out| {
         run(compute.isa, &prepared.job(0), out);
-        let mut ups = compute.scratch.zeroed(count * out.range().len());
+        let mut ups = compute.scratch.filled_later(count * out.range().len());
         let mut ups = Columns::of(&mut ups, out.range());
         run(compute.isa, &prepared.job(1), &mut ups);
         for row in 0..count {
@@ -261,6 +261,21 @@ impl<'a> Job<'a> {
 #[inline(always)]
 fn load_f32<S: Simd>(simd: S, bytes: &[u8]) -> S::F {
     simd.load_f32_le(&bytes.as_chunks::<64>().0[0])
+}
+
+/// Writes the outputs of one tile for a row, as many as there are columns.
+#[inline(always)]
+fn put_tile(
+    out: &mut Columns<'_>,
+    row: usize,
+    columns: std::ops::Range<usize>,
+    values: &[f32; ROWS],
+) {
+    if columns.len() >= ROWS {
+        out.put_array(row, columns.start, values);
+    } else {
+        out.put(row, columns.start, &values[..columns.len()]);
+    }
 }
 
 /// Four int8 activations as one word.

@@ -88,6 +88,7 @@ impl Codes for Mxfp4 {
     const SCALING: Scaling = Scaling::Ue8m0Half;
     const CHUNK_INPUTS: usize = 8;
     const CHUNK_BYTES: usize = 64;
+    const BLOCK: Option<usize> = Some(32);
     const SIGNED: bool = false;
     // Pair bound: 2·24·127 = 6,096.
     const BIAS: u32 = BIAS as u32;

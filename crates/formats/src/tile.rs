@@ -43,6 +43,8 @@ pub trait Codes {
     const CHUNK_INPUTS: usize;
     /// Bytes per chunk.
     const CHUNK_BYTES: usize;
+    /// Inputs per activation block, where it is the same for every matrix.
+    const BLOCK: Option<usize>;
     /// Whether codes are signed bytes; otherwise they are values plus [`Codes::BIAS`].
     const SIGNED: bool;
     /// What [`Codes::unsigned`] codes exceed their values by.

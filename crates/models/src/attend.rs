@@ -114,8 +114,8 @@ pub fn attend(
     let values: [&[f32]; QUERIES_MAX] =
         array::from_fn(|at| queries.get(at).map_or(&[][..], |query| query.values));
     let mut running = [Running::default(); QUERIES_MAX];
-    let mut scores = compute.scratch.zeroed(queries.len() * KEY_BLOCK.min(longest));
-    let mut block_out = compute.scratch.zeroed(out.len());
+    let mut scores = compute.scratch.filled_later(queries.len() * KEY_BLOCK.min(longest));
+    let mut block_out = compute.scratch.filled_later(out.len());
     let mut block: [&[f32]; KEY_BLOCK] = [&[]; KEY_BLOCK];
     out.fill(0.0);
     for start in (0..longest).step_by(KEY_BLOCK) {

@@ -31,7 +31,7 @@ pub fn linear_each<const N: usize>(
     input: &Input<'_>,
 ) -> Result<[Buf<f32>; N], NumericError> {
     let mut outs =
-        matrices.map(|matrix| compute.scratch.zeroed(input.rows() * matrix.desc().rows()));
+        matrices.map(|matrix| compute.scratch.filled_later(input.rows() * matrix.desc().rows()));
     let slices = outs.each_mut().map(|out| &mut **out);
     matmul_each(compute, matrices.map(QTensor::view), input, None, slices)?;
     Ok(outs)
@@ -39,7 +39,7 @@ pub fn linear_each<const N: usize>(
 
 /// The RMS norm of each row.
 pub fn rms_rows(compute: &Compute, x: &[f32], weight: &[f32], eps: f32) -> Buf<f32> {
-    let (width, mut out) = (weight.len(), compute.scratch.zeroed(x.len()));
+    let (width, mut out) = (weight.len(), compute.scratch.filled_later(x.len()));
     let parts = rows_mut(&mut out, width);
     compute.team.rows(x.len() / width, GRAIN, parts, |rows, out| {
         let x = &x[rows.start * width..rows.end * width];
@@ -71,7 +71,7 @@ pub fn rotate_heads(
     compute.team.rows(rows.len(), GRAIN, rows_mut(heads, width), |range, heads| {
         for (row, heads) in rows[range].iter().zip(heads.chunks_exact_mut(width)) {
             for head in heads.chunks_exact_mut(head_width) {
-                rope.rotate(layout, row.position, &mut head[skip..]);
+                rope.rotate(compute.isa, layout, row.position, &mut head[skip..]);
             }
         }
     });

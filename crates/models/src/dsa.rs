@@ -72,7 +72,7 @@ impl Indexer {
         let mut key = compute.scratch.zeroed(self.dim);
         for (row, raw) in rows.iter().zip(keys.chunks_exact(self.dim)) {
             norm::layer_norm(isa, raw, &self.key_norm, &self.key_norm_bias, K_NORM_EPS, &mut key);
-            rope.rotate(RopeLayout::Interleaved, row.position, &mut key);
+            rope.rotate(isa, RopeLayout::Interleaved, row.position, &mut key);
             kv.write(row.sequence, layer, KvKind::Index, row.position, &key);
         }
         let mut selections: Selections = rows.iter().map(|_| None).collect();

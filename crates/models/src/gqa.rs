@@ -100,7 +100,7 @@ impl Gqa {
             kv.write(row.sequence, layer, KvKind::Value, row.position, value);
         }
         let kv: &dyn KvStore = kv;
-        let mut out = compute.scratch.zeroed(rows.len() * heads * dim);
+        let mut out = compute.scratch.filled_later(rows.len() * heads * dim);
         let errors = FirstError::default();
         // The heads that share keys go together.
         let step_width = heads / kv_heads * dim;
@@ -129,7 +129,7 @@ impl Gqa {
         let first = columns.start / columns.len() * dim;
         // Every head of every row, rows ascending, so that neighbours see nearly the same keys.
         let total = rows.len() * per_group;
-        let mut group_out = compute.scratch.zeroed(QUERIES_MAX.min(total) * dim);
+        let mut group_out = compute.scratch.filled_later(QUERIES_MAX.min(total) * dim);
         let mut start = 0;
         while start < total {
             let sequence = rows[start / per_group].sequence;

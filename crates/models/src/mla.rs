@@ -100,13 +100,13 @@ impl Mla {
         let Step { compute, layer, rope, rows, .. } = *step;
         let MlaShape { kv_lora, rope: rope_dim, .. } = self.shape;
         let [raw_query, mut raw_key] = linear_each(compute, [&self.query_a, &self.kv_a], x)?;
-        let mut latent = compute.scratch.zeroed(kv_lora);
+        let mut latent = compute.scratch.filled_later(kv_lora);
         for (row, raw) in rows.iter().zip(raw_key.chunks_exact_mut(kv_lora + rope_dim)) {
             let (raw_latent, raw_rope) = raw.split_at_mut(kv_lora);
             let norm = &self.kv_a_norm;
             norm::rms_norm(compute.isa, raw_latent, norm, LATENT_NORM_EPS, &mut latent);
             raw_latent.copy_from_slice(&latent);
-            rope.rotate(RopeLayout::Interleaved, row.position, raw_rope);
+            rope.rotate(compute.isa, RopeLayout::Interleaved, row.position, raw_rope);
             kv.write(row.sequence, layer, KvKind::Key, row.position, raw);
         }
         Ok(rms_rows(compute, &raw_query, &self.query_a_norm, LATENT_NORM_EPS))
@@ -124,7 +124,7 @@ impl Mla {
         let MlaShape { heads, nope, rope: rope_dim, value, .. } = self.shape;
         let mut queries = linear(compute, &self.query_b, query_latent)?;
         rotate_heads(step, RopeLayout::Interleaved, &mut queries, nope + rope_dim, nope);
-        let mut out = compute.scratch.zeroed(rows.len() * heads * value);
+        let mut out = compute.scratch.filled_later(rows.len() * heads * value);
         let errors = FirstError::default();
         let heads_per_task = compute.team.step(heads, 1).min(QUERIES_MAX);
         compute.team.columns(&mut out, heads * value, heads_per_task * value, |columns| {
@@ -153,10 +153,10 @@ impl Mla {
         let scale = (1.0 / (head_width as f64).sqrt()) as f32;
         let scratch = &compute.scratch;
         let chunk = ROW_CHUNK.min(rows.len());
-        let mut absorbed = scratch.zeroed(chunk * task.len() * width);
-        let mut latents = scratch.zeroed(chunk * task.len() * kv_lora);
-        let mut weights = scratch.zeroed(nope.max(value) * kv_lora);
-        let mut of_head = scratch.zeroed(chunk * kv_lora.max(value));
+        let mut absorbed = scratch.filled_later(chunk * task.len() * width);
+        let mut latents = scratch.filled_later(chunk * task.len() * kv_lora);
+        let mut weights = scratch.filled_later(nope.max(value) * kv_lora);
+        let mut of_head = scratch.filled_later(chunk * kv_lora.max(value));
         for first in (0..rows.len()).step_by(ROW_CHUNK) {
             let rows = first..(first + ROW_CHUNK).min(rows.len());
             for (slot, head) in task.clone().enumerate() {

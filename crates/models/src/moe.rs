@@ -80,7 +80,7 @@ impl Moe {
         experts.compute(compute, layer, &batch, &mut sum)?;
         let waited = Duration::from_secs_f64((experts.stats().wait_s - waited_s).max(0.0));
         profile.shift(Activity::ExpertsLocal, Activity::DiskWait, waited);
-        let mut out = compute.scratch.zeroed(sum.len());
+        let mut out = compute.scratch.filled_later(sum.len());
         let parts = rows_mut(&mut out, x.cols());
         compute.team.rows(x.rows(), ROUTE_GRAIN, parts, |rows, out| {
             combine::finish(compute.isa, &sum[rows.start * x.cols()..rows.end * x.cols()], out);

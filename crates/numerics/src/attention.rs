@@ -30,7 +30,7 @@ impl Running {
         if let Some(rank) = function::first_non_finite(isa, scores) {
             return Err(rank);
         }
-        let max = scores.iter().fold(f32::NEG_INFINITY, |m, &s| if s > m { s } else { m });
+        let max = maximum(isa, scores);
         function::exp_minus(isa, scores, max);
         Ok((max, lanes::sum(isa, scores)))
     }
@@ -88,6 +88,22 @@ fn index_scores_kernel<S: Simd>(_simd: S, weights: &[f32], by_head: &[f32], out:
 }
 
 #[inline(always)]
+fn maximum_kernel<S: Simd>(_simd: S, scores: &[f32]) -> f32 {
+    let mut most = [f32::NEG_INFINITY; 16];
+    let (full, tail) = scores.as_chunks::<16>();
+    for scores in full {
+        for (most, score) in most.iter_mut().zip(scores) {
+            *most = if *score > *most { *score } else { *most };
+        }
+    }
+    let mut max = f32::NEG_INFINITY;
+    for score in most.iter().chain(tail) {
+        max = if *score > max { *score } else { max };
+    }
+    max
+}
+
+#[inline(always)]
 fn merge_kernel<S: Simd>(_simd: S, block_out: &[f32], take: f32, keep: f32, out: &mut [f32]) {
     for (out, block) in out.iter_mut().zip(block_out) {
         *out = block.mul_add(take, *out * keep);
@@ -106,6 +122,8 @@ multiversion! {
     /// `max(by_head[h, k], 0)`; a score that is not a number stays one.
     pub fn index_scores(isa, weights: &[f32], by_head: &[f32], out: &mut [f32])
         => index_scores_kernel;
+    /// The largest of finite scores; of zeros either, which changes no weight.
+    fn maximum(isa, scores: &[f32]) -> f32 => maximum_kernel;
     fn merge_rows(isa, block_out: &[f32], take: f32, keep: f32, out: &mut [f32]) => merge_kernel;
     fn divide(isa, out: &mut [f32], by: f32) => divide_kernel;
 }

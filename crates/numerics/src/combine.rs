@@ -43,11 +43,14 @@ fn add_kernel<S: Simd>(_simd: S, weight: f32, y: &[f32], sum: &mut [i64]) -> boo
         let contribution = weight * y;
         let in_range = contribution.abs() < RANGE;
         inside &= in_range;
-        let scaled = f64::from(if in_range { contribution } else { 0.0 }) * GRID;
-        // From 2^51 on (a contribution of 2^19) every f32 already lies on the grid.
-        let rounded = (scaled + ROUND) - ROUND;
-        let on_grid = if scaled.abs() < 2_251_799_813_685_248.0 { rounded } else { scaled };
-        *sum = sum.wrapping_add(on_grid as i64);
+        let value = f64::from(if in_range { contribution } else { 0.0 });
+        // The nearest whole number, exactly; what is left is at most a half. A whole number is an
+        // even multiple of the grid's unit, so rounding the rest rounds the sum.
+        let shifted = value + ROUND;
+        let rest = (value - (shifted - ROUND)) * GRID + ROUND;
+        let whole = shifted.to_bits().wrapping_sub(ROUND.to_bits());
+        let rest = rest.to_bits().wrapping_sub(ROUND.to_bits());
+        *sum = sum.wrapping_add((whole << 32).wrapping_add(rest) as i64);
     }
     inside
 }

@@ -14,8 +14,6 @@ pub const BLOCK_MAX: usize = 64;
 const GRAIN: usize = 8;
 /// A block whose largest magnitude is below 2^-100 counts as all zero.
 const ABSMAX_MIN: f32 = f32::from_bits(27 << 23);
-/// Adding and subtracting 1.5·2^23 rounds to the nearest integer, ties to even.
-const ROUND: f32 = 12_582_912.0;
 
 /// Inputs per activation block where weights have one scale per `group` inputs: the largest
 /// divisor of the group that is at most 64. Without groups it is 64.
@@ -128,7 +126,7 @@ impl Int8Rows {
 
 #[inline(always)]
 fn quantise_kernel<S: Simd>(
-    _simd: S,
+    simd: S,
     x: &[f32],
     block: usize,
     codes: &mut [i8],
@@ -138,12 +136,21 @@ fn quantise_kernel<S: Simd>(
     let mut finite = true;
     let blocks = x.chunks(block).zip(codes.chunks_mut(block));
     for ((x, codes), (scale, sum)) in blocks.zip(scales.iter_mut().zip(sums)) {
-        // Magnitudes of floats order as their bits do, and non-finite ones come last.
-        let mut max_bits = 0;
-        for value in x {
-            let bits = value.to_bits() & 0x7fff_ffff;
-            max_bits = if bits > max_bits { bits } else { max_bits };
+        // Blocks are multiples of 16; only a row's last one may be shorter, zeros fill it up.
+        let mut padded = [[0.0; 16]; BLOCK_MAX / 16];
+        let (full, tail) = x.as_chunks::<16>();
+        padded[..full.len()].copy_from_slice(full);
+        let vectors = full.len() + usize::from(!tail.is_empty());
+        if !tail.is_empty() {
+            padded[full.len()][..tail.len()].copy_from_slice(tail);
         }
+        // Magnitudes of floats order as their bits do, and non-finite ones come last.
+        let magnitude = simd.splat(0x7fff_ffff);
+        let mut most = simd.splat(0);
+        for values in &padded[..vectors] {
+            most = simd.max_u32(most, simd.and(simd.bits(simd.load_f32(values)), magnitude));
+        }
+        let max_bits = simd.fold_max_u32(most);
         finite &= max_bits < 0x7f80_0000;
         let absmax = f32::from_bits(max_bits);
         if absmax < ABSMAX_MIN {
@@ -152,18 +159,22 @@ fn quantise_kernel<S: Simd>(
             continue;
         }
         *scale = absmax / 127.0;
-        let inverse = 127.0 / absmax;
-        let mut total = 0;
-        for (code, value) in codes.iter_mut().zip(x) {
-            let rounded = (value * inverse + ROUND) - ROUND;
-            let clamped = if rounded > 127.0 { 127.0 } else { rounded };
-            let clamped = if clamped < -127.0 { -127.0 } else { clamped };
-            // Within range and finite, so the conversion is exact; a NaN gives 0 and is reported.
-            let integer = clamped as i32;
-            *code = integer as i8;
-            total += integer;
+        // The largest magnitude times it exceeds 127 by less than a half, so rounding clamps.
+        let inverse = simd.splat_f32(127.0 / absmax);
+        let mut total = simd.splat(0);
+        let mut bytes = [[0; 16]; BLOCK_MAX / 16];
+        for (values, bytes) in padded[..vectors].iter().zip(&mut bytes) {
+            let rounded = simd.to_i32(simd.mul_f32(simd.load_f32(values), inverse));
+            total = simd.add(total, rounded);
+            simd.store_i8(rounded, bytes);
         }
-        *sum = total;
+        for (to, from) in codes.chunks_mut(16).zip(&bytes) {
+            match to.first_chunk_mut::<16>() {
+                Some(to) => *to = *from,
+                None => to.copy_from_slice(&from[..to.len()]),
+            }
+        }
+        *sum = simd.fold_add(total) as i32;
     }
     finite
 }

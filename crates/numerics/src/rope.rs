@@ -1,6 +1,10 @@
 //! Rotary position embedding. Angles are computed in f64 by a pinned pure-Rust libm and rounded
 //! once, so the table is the same on every machine.
 
+use crate::Isa;
+use crate::multiversion;
+use crate::simd::Simd;
+
 /// Cosines and sines of `half` frequencies for positions from 0.
 #[derive(Debug, Clone)]
 pub struct RopeTable {
@@ -46,19 +50,41 @@ impl RopeTable {
     }
 
     /// Rotates the first `2·half` elements of `head` for `position`, in place.
-    pub fn rotate(&self, layout: RopeLayout, position: usize, head: &mut [f32]) {
+    pub fn rotate(&self, isa: Isa, layout: RopeLayout, position: usize, head: &mut [f32]) {
         let cos = &self.cos[position * self.half..][..self.half];
         let sin = &self.sin[position * self.half..][..self.half];
-        for (i, (c, s)) in cos.iter().zip(sin).enumerate() {
-            let (first, second) = match layout {
-                RopeLayout::Interleaved => (2 * i, 2 * i + 1),
-                RopeLayout::HalfSplit => (i, i + self.half),
-            };
-            let (a, b) = (head[first], head[second]);
-            head[first] = a.mul_add(*c, -(b * s));
-            head[second] = b.mul_add(*c, a * s);
+        let head = &mut head[..2 * self.half];
+        match layout {
+            RopeLayout::Interleaved => rotate_pairs(isa, cos, sin, head),
+            RopeLayout::HalfSplit => rotate_halves(isa, cos, sin, head),
         }
     }
+}
+
+/// The pair turned by an angle.
+#[inline(always)]
+fn turn(a: f32, b: f32, cos: f32, sin: f32) -> (f32, f32) {
+    (a.mul_add(cos, -(b * sin)), b.mul_add(cos, a * sin))
+}
+
+#[inline(always)]
+fn pairs_kernel<S: Simd>(_simd: S, cos: &[f32], sin: &[f32], head: &mut [f32]) {
+    for ((pair, cos), sin) in head.as_chunks_mut::<2>().0.iter_mut().zip(cos).zip(sin) {
+        (pair[0], pair[1]) = turn(pair[0], pair[1], *cos, *sin);
+    }
+}
+
+#[inline(always)]
+fn halves_kernel<S: Simd>(_simd: S, cos: &[f32], sin: &[f32], head: &mut [f32]) {
+    let (first, second) = head.split_at_mut(cos.len());
+    for ((a, b), (cos, sin)) in first.iter_mut().zip(second).zip(cos.iter().zip(sin)) {
+        (*a, *b) = turn(*a, *b, *cos, *sin);
+    }
+}
+
+multiversion! {
+    fn rotate_pairs(isa, cos: &[f32], sin: &[f32], head: &mut [f32]) => pairs_kernel;
+    fn rotate_halves(isa, cos: &[f32], sin: &[f32], head: &mut [f32]) => halves_kernel;
 }
 
 #[cfg(test)]
@@ -83,10 +109,15 @@ mod tests {
         for layout in [RopeLayout::Interleaved, RopeLayout::HalfSplit] {
             let head: Vec<f32> = (0..8).map(|i| i as f32 - 3.0).collect();
             let mut at0 = head.clone();
-            table.rotate(layout, 0, &mut at0);
+            table.rotate(Isa::SCALAR, layout, 0, &mut at0);
             assert_eq!(at0, head);
             let mut at9 = head.clone();
-            table.rotate(layout, 9, &mut at9);
+            table.rotate(Isa::SCALAR, layout, 9, &mut at9);
+            for isa in Isa::available() {
+                let mut same = head.clone();
+                table.rotate(isa, layout, 9, &mut same);
+                assert_eq!(same, at9, "{isa:?}");
+            }
             let norm = |v: &[f32]| v.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
             assert!((norm(&at9) - norm(&head)).abs() < 1e-4);
             assert_ne!(at9, head);

@@ -2,32 +2,28 @@
 //! back, so that nothing is allocated per token.
 
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Largest buffer kept, in bytes. Larger ones belong to prefill, where an allocation is shared by
-/// many tokens.
-const KEPT_BYTES_MAX: usize = 2 << 20;
-/// Most bytes kept of one element type.
-const TOTAL_BYTES_MAX: usize = 8 << 20;
+/// Bytes kept unless told otherwise.
+const KEPT_BYTES: usize = 64 << 20;
 
-/// Bytes that a [`Scratch`] keeps at most.
-pub const SCRATCH_BYTES_MAX: usize = 5 * TOTAL_BYTES_MAX;
-
-/// Buffers of one element type.
+/// Free buffers of one element type.
 #[derive(Default)]
 pub struct Pool<T> {
-    free: Mutex<Free<T>>,
+    free: Mutex<Vec<Vec<T>>>,
 }
 
-#[derive(Default)]
-struct Free<T> {
-    buffers: Vec<Vec<T>>,
-    bytes: usize,
+/// Bytes of free buffers, all element types together, and how many may be kept.
+struct Kept {
+    bytes: AtomicUsize,
+    limit: AtomicUsize,
 }
 
 /// Buffers of every element type that steps use.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Scratch {
+    kept: Arc<Kept>,
     f32: Arc<Pool<f32>>,
     i8: Arc<Pool<i8>>,
     i32: Arc<Pool<i32>>,
@@ -55,52 +51,84 @@ element!(f32, i8, i32, u32, i64);
 /// A buffer on loan; it goes back when dropped.
 pub struct Buf<T: Element> {
     data: Vec<T>,
-    home: Option<Arc<Pool<T>>>,
+    home: Option<Scratch>,
+}
+
+impl Default for Scratch {
+    fn default() -> Scratch {
+        let kept = Kept { bytes: AtomicUsize::new(0), limit: AtomicUsize::new(KEPT_BYTES) };
+        Scratch {
+            kept: Arc::new(kept),
+            f32: Arc::default(),
+            i8: Arc::default(),
+            i32: Arc::default(),
+            u32: Arc::default(),
+            i64: Arc::default(),
+        }
+    }
 }
 
 impl Scratch {
+    /// Sets how many bytes of free buffers are kept; what exceeds them is freed.
+    pub fn keep(&self, bytes: usize) {
+        self.kept.limit.store(bytes, Ordering::Relaxed);
+    }
+
     /// A buffer of `len` zeros.
     pub fn zeroed<T: Element>(&self, len: usize) -> Buf<T> {
-        let pool = T::pool(self);
-        let mut data = pool.take(len);
+        let mut data = self.take(len);
         data.clear();
         data.resize(len, T::default());
-        Buf { data, home: Some(pool.clone()) }
+        Buf { data, home: Some(self.clone()) }
+    }
+
+    /// A buffer of `len` elements to be written before they are read: they hold anything.
+    pub fn filled_later<T: Element>(&self, len: usize) -> Buf<T> {
+        let mut data = self.take(len);
+        if data.len() > len {
+            data.truncate(len);
+        } else {
+            data.resize(len, T::default());
+        }
+        Buf { data, home: Some(self.clone()) }
     }
 
     /// A copy of a slice.
     pub fn copy<T: Element>(&self, from: &[T]) -> Buf<T> {
-        let pool = T::pool(self);
-        let mut data = pool.take(from.len());
+        let mut data = self.take(from.len());
         data.clear();
         data.extend_from_slice(from);
-        Buf { data, home: Some(pool.clone()) }
+        Buf { data, home: Some(self.clone()) }
     }
-}
 
-impl<T: Element> Pool<T> {
-    /// The smallest free buffer that holds `len` elements, or a new one.
-    fn take(&self, len: usize) -> Vec<T> {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = free.buffers.iter().enumerate().filter(|(_, buffer)| buffer.capacity() >= len);
-        let best = fits.min_by_key(|(_, buffer)| buffer.capacity()).map(|(at, _)| at);
+    /// The smallest free buffer that holds `len` elements and not far more, or a new one.
+    fn take<T: Element>(&self, len: usize) -> Vec<T> {
+        let mut free = T::pool(self).free.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |buffer: &Vec<T>| buffer.capacity() >= len && buffer.capacity() / 4 <= len;
+        let best = free
+            .iter()
+            .enumerate()
+            .filter(|(_, buffer)| fits(buffer))
+            .min_by_key(|(_, buffer)| buffer.capacity())
+            .map(|(at, _)| at);
         match best {
             Some(at) => {
-                let buffer = free.buffers.swap_remove(at);
-                free.bytes -= buffer.capacity() * size_of::<T>();
+                let buffer = free.swap_remove(at);
+                self.kept.bytes.fetch_sub(buffer.capacity() * size_of::<T>(), Ordering::Relaxed);
                 buffer
             }
             None => Vec::with_capacity(len),
         }
     }
 
-    fn give(&self, buffer: Vec<T>) {
+    fn give<T: Element>(&self, buffer: Vec<T>) {
         let bytes = buffer.capacity() * size_of::<T>();
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        if bytes > 0 && bytes <= KEPT_BYTES_MAX && free.bytes + bytes <= TOTAL_BYTES_MAX {
-            free.bytes += bytes;
-            free.buffers.push(buffer);
+        let kept = self.kept.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        if bytes == 0 || kept > self.kept.limit.load(Ordering::Relaxed) {
+            self.kept.bytes.fetch_sub(bytes, Ordering::Relaxed);
+            return;
         }
+        T::pool(self).free.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
     }
 }
 
@@ -165,13 +193,23 @@ mod tests {
     }
 
     #[test]
-    fn large_buffers_and_what_exceeds_the_limit_are_freed() {
+    fn what_exceeds_the_limit_is_freed() {
         let scratch = Scratch::default();
-        drop(scratch.zeroed::<i8>(KEPT_BYTES_MAX + 1));
-        assert_eq!(scratch.i8.free.lock().unwrap().bytes, 0);
-        let many: Vec<_> = (0..100).map(|_| scratch.zeroed::<i64>(100_000)).collect();
+        scratch.keep(1000);
+        drop(scratch.zeroed::<i8>(1001));
+        assert_eq!(scratch.kept.bytes.load(Ordering::Relaxed), 0);
+        let many: Vec<_> = (0..10).map(|_| scratch.zeroed::<i64>(50)).collect();
         drop(many);
-        let free = scratch.i64.free.lock().unwrap();
-        assert!(free.bytes <= TOTAL_BYTES_MAX && !free.buffers.is_empty());
+        assert_eq!(scratch.kept.bytes.load(Ordering::Relaxed), 800);
+        assert_eq!(scratch.i64.free.lock().unwrap().len(), 2);
+    }
+
+    #[test]
+    fn a_small_request_does_not_take_a_large_buffer() {
+        let scratch = Scratch::default();
+        drop(scratch.zeroed::<f32>(1000));
+        let small = scratch.zeroed::<f32>(10);
+        assert!(small.data.capacity() < 1000);
+        assert_eq!(scratch.filled_later::<f32>(999).len(), 999);
     }
 }

@@ -238,6 +238,20 @@ impl<'a, T: Copy> Columns<'a, T> {
     }
 }
 
+impl<T: Copy> Columns<'_, T> {
+    /// [`Columns::put`] of a number of values that the compiler knows.
+    #[inline(always)]
+    pub fn put_array<const N: usize>(&mut self, row: usize, column: usize, values: &[T; N]) {
+        assert!(column >= self.range.start, "a column of another task");
+        let column = column - self.range.start;
+        if let Some(to) = self.row(row)[column..].first_chunk_mut() {
+            *to = *values;
+        } else {
+            panic!("columns of another task");
+        }
+    }
+}
+
 /// A pointer that tasks may carry to other threads.
 struct Shareable<T>(*mut T);
 

@@ -15,7 +15,6 @@ use models::{
     planned_dense_bytes,
 };
 use numerics::rope::RopeTable;
-use numerics::scratch::SCRATCH_BYTES_MAX;
 use numerics::{Activations, Buf, Compute, Isa, Team};
 
 use crate::kv::{BatchKv, SequenceKv};
@@ -198,10 +197,12 @@ impl Engine {
         let kv_shape = KvShape::of(&model);
         let longest = options.context.unwrap_or(config.max_position);
         let chunk = options.prefill_chunk.clamp(1, longest.max(1));
+        let scratch = scratch_bytes(config, chunk, threads);
+        compute.scratch.keep(scratch as usize / 2);
         let plan = Plan {
             process: machine.rss_bytes().unwrap_or(0),
             dense: planned_dense_bytes(&model, options.int8_classes)?,
-            scratch: scratch_bytes(config, chunk, threads) + options.held_bytes,
+            scratch: scratch + options.held_bytes,
             in_flight: LocalExperts::in_flight_bytes(&table),
             expert: table.slot_bytes_max(),
         };
@@ -473,5 +474,6 @@ fn scratch_bytes(config: &Config, chunk: usize, threads: usize) -> u64 {
         + config.moe.experts * 3;
     let per_thread = models::attention_scratch(config, chunk);
     let floats = chunk * row + threads * per_thread + 2 * LOGIT_ROWS * config.vocab_size;
-    floats as u64 * size_of::<f32>() as u64 + SCRATCH_BYTES_MAX as u64
+    // What is in use, and as much again in buffers that wait for the next layer.
+    2 * floats as u64 * size_of::<f32>() as u64
 }

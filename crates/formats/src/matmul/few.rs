@@ -6,7 +6,7 @@ use numerics::int8::Int8Row;
 use numerics::simd::Simd;
 use numerics::team::Columns;
 
-use super::{Job, add_block, block_scales, load_f32, x_word};
+use super::{Job, add_block, block_scales, load_f32, put_tile, x_word};
 use crate::input::Operand;
 use crate::tile::{Codes, ROWS, Scaling, TileShape};
 
@@ -59,7 +59,7 @@ fn some_rows<S: Simd, C: Codes, const R: usize>(
         for (r, sum) in sums.into_iter().enumerate().take(job.rows.count - first) {
             let mut values = [0.0; ROWS];
             simd.store_f32(sum, &mut values);
-            out.put(first + r, column, &values[..columns]);
+            put_tile(out, first + r, column..column + columns, &values);
         }
     }
 }

@@ -10,7 +10,7 @@ use numerics::team::Columns;
 
 use super::few::weights;
 use super::packed::{CHUNK_ROWS, PackedBlock, PackedChunk, PackedRows, Packing};
-use super::{Job, add_block, block_scales, load_f32, x_word};
+use super::{Job, add_block, block_scales, load_f32, put_tile, x_word};
 use crate::input::Operand;
 use crate::tile::{Codes, ROWS, Scaling, TileShape};
 
@@ -114,9 +114,9 @@ fn f32_tiles<S: Simd, C: Codes>(
 #[inline(always)]
 fn put(sums: &Sums, rows: Range<usize>, columns: Range<usize>, out: &mut Columns<'_>) {
     for (at, row) in rows.enumerate() {
-        out.put(row, columns.start, &sums[0][at][..columns.len().min(ROWS)]);
+        put_tile(out, row, columns.clone(), &sums[0][at]);
         if columns.len() > ROWS {
-            out.put(row, columns.start + ROWS, &sums[1][at][..columns.len() - ROWS]);
+            put_tile(out, row, columns.start + ROWS..columns.end, &sums[1][at]);
         }
     }
 }
@@ -212,17 +212,27 @@ fn int8_rows_of<S: Simd, C: Codes>(
     scales: S::F,
     sums: &mut [[f32; ROWS]; CHUNK_ROWS],
 ) {
-    match S::ROWS {
-        8 => int8_groups::<S, C, 8>(simd, words, panel, x, scales, sums),
-        4 => int8_groups::<S, C, 4>(simd, words, panel, x, scales, sums),
-        _ => int8_groups::<S, C, 2>(simd, words, panel, x, scales, sums),
+    // Lengths that the compiler knows leave no checks in the loops.
+    match (S::ROWS, C::BLOCK.unwrap_or(4 * words)) {
+        (8, 64) => int8_groups::<S, C, 8, 16>(simd, panel, x, scales, sums),
+        (8, 48) => int8_groups::<S, C, 8, 12>(simd, panel, x, scales, sums),
+        (8, 32) => int8_groups::<S, C, 8, 8>(simd, panel, x, scales, sums),
+        (8, _) => int8_groups::<S, C, 8, 4>(simd, panel, x, scales, sums),
+        (4, 64) => int8_groups::<S, C, 4, 16>(simd, panel, x, scales, sums),
+        (4, 48) => int8_groups::<S, C, 4, 12>(simd, panel, x, scales, sums),
+        (4, 32) => int8_groups::<S, C, 4, 8>(simd, panel, x, scales, sums),
+        (4, _) => int8_groups::<S, C, 4, 4>(simd, panel, x, scales, sums),
+        (_, 64) => int8_groups::<S, C, 2, 16>(simd, panel, x, scales, sums),
+        (_, 48) => int8_groups::<S, C, 2, 12>(simd, panel, x, scales, sums),
+        (_, 32) => int8_groups::<S, C, 2, 8>(simd, panel, x, scales, sums),
+        (_, _) => int8_groups::<S, C, 2, 4>(simd, panel, x, scales, sums),
     }
 }
 
+/// [`int8_rows_of`] in groups of `R` rows, for blocks of `W` words.
 #[inline(always)]
-fn int8_groups<S: Simd, C: Codes, const R: usize>(
+fn int8_groups<S: Simd, C: Codes, const R: usize, const W: usize>(
     simd: S,
-    words: usize,
     panel: &Panel,
     x: &PackedBlock<'_>,
     scales: S::F,
@@ -230,37 +240,30 @@ fn int8_groups<S: Simd, C: Codes, const R: usize>(
 ) {
     // Whether the panel holds signed codes that the level multiplies as such.
     let signed = C::SIGNED && S::S8_BIAS == 0;
-    let panel = panel[..words].as_chunks::<2>().0;
-    let groups = x.codes.chunks_exact(R * 4 * words).zip(sums.as_chunks_mut::<R>().0);
+    // Integer sums are exact in any order: two of them per row, where registers are many, keep the
+    // multipliers busy.
+    let parts = if R == 8 { 2 } else { 1 };
+    let groups = x.codes.as_chunks::<4>().0.as_chunks::<W>().0.as_chunks::<R>().0;
     let factors = x.scales.as_chunks::<R>().0.iter().zip(x.corrections.as_chunks::<R>().0);
-    for ((codes, sums), (x_scales, corrections)) in groups.zip(factors) {
-        let mut rows: [&[[[i8; 4]; 2]]; R] = [&[]; R];
-        for (to, row) in rows.iter_mut().zip(codes.chunks_exact(4 * words)) {
-            *to = &row.as_chunks::<4>().0.as_chunks::<2>().0[..panel.len()];
-        }
-        // Integer sums are exact in any order: two of them per row keep the multipliers busy.
+    let groups = groups.iter().zip(sums.as_chunks_mut::<R>().0);
+    for ((rows, sums), (x_scales, corrections)) in groups.zip(factors) {
         let mut products = [[simd.splat(0); 2]; R];
         for r in 0..R {
             products[r][0] = simd.splat(corrections[r] as u32);
         }
-        for (at, pair) in panel.iter().enumerate() {
-            let w = [simd.load(&pair[0]), simd.load(&pair[1])];
-            for r in 0..R {
-                for part in 0..2 {
-                    let x = simd.splat(x_word(rows[r][at][part]));
-                    // One sum where registers are few.
-                    let sum = &mut products[r][if R == 8 { part } else { 0 }];
-                    *sum = if signed {
-                        simd.dot_s8(*sum, w[part], x)
-                    } else {
-                        simd.dot_u8(*sum, w[part], x)
-                    };
+        for at in (0..W).step_by(2) {
+            for word in at..at + 2 {
+                let w = simd.load(&panel[word]);
+                for r in 0..R {
+                    let x = simd.splat(x_word(rows[r][word]));
+                    let sum = &mut products[r][word % parts];
+                    *sum = if signed { simd.dot_s8(*sum, w, x) } else { simd.dot_u8(*sum, w, x) };
                 }
             }
         }
         for r in 0..R {
             let [first, second] = products[r];
-            let product = if R == 8 { simd.add(first, second) } else { first };
+            let product = if parts == 2 { simd.add(first, second) } else { first };
             let acc = simd.load_f32(&sums[r]);
             let acc = add_block::<S, C>(simd, product, scales, x_scales[r], acc);
             simd.store_f32(acc, &mut sums[r]);

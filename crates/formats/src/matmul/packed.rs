@@ -9,7 +9,7 @@ use super::Rows;
 
 /// Rows whose sums one pass over a tile serves: their codes of one block, beside their sums, stay
 /// in the nearest cache.
-pub const CHUNK_ROWS: usize = 128;
+pub const CHUNK_ROWS: usize = 64;
 
 /// What a kernel wants of its packed rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -89,7 +89,12 @@ impl PackedRows {
                     let row = x.row(rows.get(chunk * chunk_rows + r));
                     for (index, from) in row.codes.chunks(block).take(blocks).enumerate() {
                         let slot = (at * blocks + index) * chunk_rows + r;
-                        codes[slot * block..][..from.len()].copy_from_slice(from);
+                        let to = &mut codes[slot * block..];
+                        match (to.first_chunk_mut::<64>(), from.first_chunk::<64>()) {
+                            // Most blocks: a copy of known length.
+                            (Some(to), Some(from)) => *to = *from,
+                            _ => to[..from.len()].copy_from_slice(from),
+                        }
                         scales[slot] = row.scales[index];
                         corrections[slot] = -packing.bias * row.sums[index];
                     }

@@ -97,6 +97,29 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn gather(self, table: &[u32; 256], indices: &[u8; 16]) -> Self::I;
     /// Byte `b` is `value` where bit `b` of `mask` is set, else 0.
     fn expand_bits(self, mask: u64, value: u8) -> Self::I;
+    /// The larger of two lanes, unsigned.
+    fn max_u32(self, a: Self::I, b: Self::I) -> Self::I;
+    /// The largest lane, unsigned.
+    #[inline(always)]
+    fn fold_max_u32(self, a: Self::I) -> u32 {
+        let mut bytes = [0; 64];
+        self.store(a, &mut bytes);
+        bytes.as_chunks::<4>().0.iter().fold(0, |max, lane| max.max(u32::from_le_bytes(*lane)))
+    }
+    /// The wrapping sum of the lanes.
+    #[inline(always)]
+    fn fold_add(self, a: Self::I) -> u32 {
+        let mut bytes = [0; 64];
+        self.store(a, &mut bytes);
+        let lanes = bytes.as_chunks::<4>().0.iter();
+        lanes.fold(0u32, |sum, lane| sum.wrapping_add(u32::from_le_bytes(*lane)))
+    }
+    /// The bits of numbers.
+    fn bits(self, a: Self::F) -> Self::I;
+    /// Rounds to nearest, ties to even; magnitudes must be below 2^22, other numbers give any.
+    fn to_i32(self, a: Self::F) -> Self::I;
+    /// Stores the low byte of each lane.
+    fn store_i8(self, a: Self::I, to: &mut [i8; 16]);
     /// Signed lanes to f32, rounded to nearest even.
     fn to_f32(self, a: Self::I) -> Self::F;
     /// `a + b`.

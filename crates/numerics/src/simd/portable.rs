@@ -197,6 +197,24 @@ impl<const TILES: bool> Simd for Portable<TILES> {
         self.load(&out)
     }
     #[inline(always)]
+    fn max_u32(self, a: [u32; 16], b: [u32; 16]) -> [u32; 16] {
+        map2(a, b, u32::max)
+    }
+    #[inline(always)]
+    fn bits(self, a: [f32; 16]) -> [u32; 16] {
+        a.map(f32::to_bits)
+    }
+    #[inline(always)]
+    fn to_i32(self, a: [f32; 16]) -> [u32; 16] {
+        /// Adding 1.5·2^23 rounds a number below 2^22 to an integer in its low bits.
+        const ROUND: f32 = 12_582_912.0;
+        a.map(|value| (value + ROUND).to_bits().wrapping_sub(ROUND.to_bits()))
+    }
+    #[inline(always)]
+    fn store_i8(self, a: [u32; 16], to: &mut [i8; 16]) {
+        *to = a.map(|lane| lane as i8);
+    }
+    #[inline(always)]
     fn to_f32(self, a: [u32; 16]) -> [f32; 16] {
         a.map(|lane| lane as i32 as f32)
     }

@@ -313,6 +313,32 @@ macro_rules! impl_256 {
                 })
             }
             #[inline(always)]
+            fn max_u32(self, a: Self::I, b: Self::I) -> Self::I {
+                // SAFETY: `self` proves the level.
+                unsafe { [_mm256_max_epu32(a[0], b[0]), _mm256_max_epu32(a[1], b[1])] }
+            }
+            #[inline(always)]
+            fn bits(self, a: Self::F) -> Self::I {
+                two!(a, |half| { _mm256_castps_si256(half) })
+            }
+            #[inline(always)]
+            fn to_i32(self, a: Self::F) -> Self::I {
+                two!(a, |half| { _mm256_cvtps_epi32(half) })
+            }
+            #[inline(always)]
+            fn store_i8(self, a: Self::I, to: &mut [i8; 16]) {
+                let [low, high] = a;
+                // SAFETY: `self` proves the level; the array has the 16 bytes written.
+                unsafe {
+                    // Packing works within halves of registers; the permutation mends the order.
+                    let words = _mm256_packs_epi32(low, high);
+                    let words = _mm256_permute4x64_epi64::<0xd8>(words);
+                    let low = _mm256_castsi256_si128(words);
+                    let high = _mm256_extracti128_si256::<1>(words);
+                    _mm_storeu_si128(to.as_mut_ptr().cast(), _mm_packs_epi16(low, high));
+                }
+            }
+            #[inline(always)]
             fn to_f32(self, a: Self::I) -> Self::F {
                 two!(a, |half| { _mm256_cvtepi32_ps(half) })
             }
@@ -569,6 +595,36 @@ macro_rules! impl_512 {
             fn expand_bits(self, mask: u64, value: u8) -> __m512i {
                 // SAFETY: `self` proves the level.
                 unsafe { _mm512_maskz_set1_epi8(mask, value as i8) }
+            }
+            #[inline(always)]
+            fn max_u32(self, a: __m512i, b: __m512i) -> __m512i {
+                // SAFETY: `self` proves the level.
+                unsafe { _mm512_max_epu32(a, b) }
+            }
+            #[inline(always)]
+            fn fold_max_u32(self, a: __m512i) -> u32 {
+                // SAFETY: `self` proves the level.
+                unsafe { _mm512_reduce_max_epu32(a) }
+            }
+            #[inline(always)]
+            fn fold_add(self, a: __m512i) -> u32 {
+                // SAFETY: `self` proves the level.
+                unsafe { _mm512_reduce_add_epi32(a) as u32 }
+            }
+            #[inline(always)]
+            fn bits(self, a: __m512) -> __m512i {
+                // SAFETY: `self` proves the level.
+                unsafe { _mm512_castps_si512(a) }
+            }
+            #[inline(always)]
+            fn to_i32(self, a: __m512) -> __m512i {
+                // SAFETY: `self` proves the level.
+                unsafe { _mm512_cvtps_epi32(a) }
+            }
+            #[inline(always)]
+            fn store_i8(self, a: __m512i, to: &mut [i8; 16]) {
+                // SAFETY: `self` proves the level; the array has the 16 bytes written.
+                unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(a)) }
             }
             #[inline(always)]
             fn to_f32(self, a: __m512i) -> __m512 {
