@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use formats::{ExpertRef, expert_ffn};
+use formats::{ExpertRef, ExpertWork, expert_ffns};
 use numerics::{Compute, FirstError, NumericError, combine};
 
 use crate::backend::{ExpertBackend, ExpertError, ExpertRows, ExpertStats, RoutedBatch};
@@ -77,42 +77,67 @@ impl LocalExperts {
     }
 }
 
-/// Rows from which on the combine is shared among threads.
-const COMBINE_ROWS: usize = 4;
+/// Experts whose parallel work is shared, and most rows that they have together: beyond them each
+/// expert is work enough for all threads, and its results should stay in cache.
+const GROUP_EXPERTS: usize = 8;
+const GROUP_ROWS: usize = 64;
 /// Columns that one task of the combine takes, at least.
 const COMBINE_COLUMNS: usize = 256;
 
-/// Computes one expert for its rows and adds its weighted outputs to the sum.
-fn add_expert(
+/// Computes some experts for their rows and adds their weighted outputs to the sum.
+fn add_experts(
     compute: &Compute,
     layer: usize,
     batch: &RoutedBatch<'_>,
-    work: ExpertRows<'_>,
-    expert: ExpertRef<'_>,
+    work: &[(ExpertRows<'_>, ExpertRef<'_>)],
     sum: &mut [i64],
 ) -> Result<(), ExpertError> {
+    let Some((first, expert)) = work.first() else { return Ok(()) };
     let hidden = batch.input.cols();
-    let mut out = compute.scratch.filled_later(work.rows.len() * hidden);
-    let numeric = |source| ExpertError::Numeric { layer, expert: work.expert, source };
-    // Rows of the expert's own products are counted among its rows; errors name the batch's.
+    let mut group = [ExpertWork { expert: *expert, rows: Some(first.rows) }; GROUP_EXPERTS];
+    for (group, (rows, expert)) in group.iter_mut().zip(work) {
+        *group = ExpertWork { expert: *expert, rows: Some(rows.rows) };
+    }
+    let total: usize = work.iter().map(|(rows, _)| rows.rows.len()).sum();
+    let mut out = compute.scratch.filled_later(total * hidden);
+    // Rows of the experts' own products follow each other; errors name expert and batch row.
     let of_batch = |error: NumericError| {
-        let row = work.rows.get(error.row()).map_or(error.row(), |row| *row as usize);
-        numeric(error.in_row(row))
+        let mut left = error.row();
+        for (rows, _) in work {
+            if let Some(row) = rows.rows.get(left) {
+                let source = error.in_row(*row as usize);
+                return ExpertError::Numeric { layer, expert: rows.expert, source };
+            }
+            left -= rows.rows.len();
+        }
+        ExpertError::Numeric { layer, expert: first.expert, source: error }
     };
-    expert_ffn(compute, expert, batch.input, Some(work.rows), &mut out).map_err(of_batch)?;
-    let shared = work.rows.len() >= COMBINE_ROWS;
-    let step = if shared { compute.team.step(hidden, COMBINE_COLUMNS) } else { hidden };
+    expert_ffns(compute, &group[..work.len()], batch.input, &mut out).map_err(
+        |error| match error {
+            // The layer's input is common to all of them; its rows are the batch's.
+            NumericError::NonFinite { what, .. } if what == batch.input.what() => {
+                ExpertError::Numeric { layer, expert: first.expert, source: error }
+            }
+            error => of_batch(error),
+        },
+    )?;
     let errors = FirstError::default();
+    let step = compute.team.step(hidden, COMBINE_COLUMNS);
     compute.team.columns(sum, hidden, step, |sum| {
         let range = sum.range();
-        for ((row, weight), y) in work.rows.iter().zip(work.weights).zip(out.chunks_exact(hidden)) {
-            let row = *row as usize;
-            let y = &y[range.clone()];
-            let added = combine::add_weighted(compute.isa, row, *weight, y, sum.row(row));
-            errors.keep(row, added.map_err(|error| error.after(range.start)));
+        let mut ys = out.chunks_exact(hidden);
+        let mut at = 0;
+        for (rows, _) in work {
+            for ((row, weight), y) in rows.rows.iter().zip(rows.weights).zip(&mut ys) {
+                let y = &y[range.clone()];
+                let added =
+                    combine::add_weighted(compute.isa, at, *weight, y, sum.row(*row as usize));
+                errors.keep(at, added.map_err(|error| error.after(range.start)));
+                at += 1;
+            }
         }
     });
-    errors.result().map_err(numeric)
+    errors.result().map_err(of_batch)
 }
 
 impl ExpertBackend for LocalExperts {
@@ -128,16 +153,31 @@ impl ExpertBackend for LocalExperts {
             batch.rows_of(at.unwrap_or(0))
         };
         let (ready, mut pending) = self.cache.request(layer, batch.experts());
-        for (expert, lease) in ready {
-            add_expert(compute, layer, batch, work_of(expert), lease.view(), sum)?;
+        let mut rest = &ready[..];
+        while let Some((first, lease)) = rest.first() {
+            let shape = lease.view();
+            let mut group = [(work_of(*first), shape); GROUP_EXPERTS];
+            let (mut count, mut rows) = (1, group[0].0.rows.len());
+            for (slot, (expert, lease)) in group[1..].iter_mut().zip(&rest[1..]) {
+                let work = work_of(*expert);
+                rows += work.rows.len();
+                if rows > GROUP_ROWS || !lease.view().has_shape_of(&shape) {
+                    break;
+                }
+                *slot = (work, lease.view());
+                count += 1;
+            }
+            add_experts(compute, layer, batch, &group[..count], sum)?;
+            rest = &rest[count..];
         }
+        drop(ready);
         loop {
             let started = Instant::now();
             let Some((expert, loaded)) = pending.next() else { return Ok(()) };
             let waited = started.elapsed().as_nanos() as u64;
             self.wait_ns.fetch_add(waited, Ordering::Relaxed);
             let lease = loaded.map_err(|source| ExpertError::Load { layer, expert, source })?;
-            add_expert(compute, layer, batch, work_of(expert), lease.view(), sum)?;
+            add_experts(compute, layer, batch, &[(work_of(expert), lease.view())], sum)?;
         }
     }
 

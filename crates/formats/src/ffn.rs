@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use numerics::{Compute, NumericError};
 
-use crate::matmul::{matmul, matmul_gated};
+use crate::matmul::{self, GROUP_MAX, Rows};
 use crate::{Format, FormatError, Input, MatrixDesc, MatrixRef};
 
 /// Formats and shapes of an expert's matrices: gate and up `[intermediate, hidden]`, down
@@ -82,6 +82,31 @@ pub struct ExpertRef<'a> {
     pub down: MatrixRef<'a>,
 }
 
+impl ExpertRef<'_> {
+    /// Whether the matrices have the shapes of another expert's.
+    pub fn has_shape_of(&self, other: &ExpertRef<'_>) -> bool {
+        let shape = |expert: &ExpertRef<'_>| {
+            [expert.gate, expert.up, expert.down].map(|m| (m.desc.rows(), m.desc.cols()))
+        };
+        shape(self) == shape(other)
+    }
+}
+
+/// An expert and the rows of a layer's input that it serves, all of them for `None`.
+#[derive(Clone, Copy)]
+pub struct ExpertWork<'a> {
+    /// The expert.
+    pub expert: ExpertRef<'a>,
+    /// Its rows.
+    pub rows: Option<&'a [u32]>,
+}
+
+impl<'a> ExpertWork<'a> {
+    pub(crate) fn rows_of(&self, input: &Input<'_>) -> Rows<'a> {
+        Rows::select(input, self.rows)
+    }
+}
+
 /// Computes the expert for rows `rows` of the layer's input (all of them for `None`) into `out`,
 /// `[rows, hidden]`, unweighted.
 pub fn expert_ffn(
@@ -91,10 +116,54 @@ pub fn expert_ffn(
     rows: Option<&[u32]>,
     out: &mut [f32],
 ) -> Result<(), NumericError> {
-    let count = rows.map_or(input.rows(), <[u32]>::len);
-    let intermediate = expert.gate.desc.rows();
-    let mut gated = compute.scratch.filled_later(count * intermediate);
-    matmul_gated(compute, [expert.gate, expert.up], input, rows, &mut gated)?;
-    let hidden = Input::new("expert intermediate", gated, intermediate);
-    matmul(compute, expert.down, &hidden, None, out)
+    expert_ffns(compute, &[ExpertWork { expert, rows }], input, out)
+}
+
+/// Computes several experts, each for its rows; `out` gets the rows of one after the other,
+/// unweighted. Errors count rows in that order. Experts of one shape and with few rows share their
+/// parallel work.
+pub fn expert_ffns(
+    compute: &Compute,
+    experts: &[ExpertWork<'_>],
+    input: &Input<'_>,
+    out: &mut [f32],
+) -> Result<(), NumericError> {
+    let mut done = 0;
+    let mut rest = out;
+    for group in experts.chunks(GROUP_MAX) {
+        let mut counts = [0; GROUP_MAX];
+        for (count, work) in counts.iter_mut().zip(group) {
+            *count = work.rows_of(input).count();
+        }
+        let counts = &counts[..group.len()];
+        let total: usize = counts.iter().sum();
+        let hidden = group[0].expert.down.desc.rows();
+        let (mine, others) = std::mem::take(&mut rest).split_at_mut(total * hidden);
+        rest = others;
+        ffn_group(compute, group, counts, input, mine).map_err(|error| {
+            let row = done + error.row();
+            error.in_row(row)
+        })?;
+        done += total;
+    }
+    Ok(())
+}
+
+fn ffn_group(
+    compute: &Compute,
+    group: &[ExpertWork<'_>],
+    counts: &[usize],
+    input: &Input<'_>,
+    out: &mut [f32],
+) -> Result<(), NumericError> {
+    let intermediate = group[0].expert.gate.desc.rows();
+    for ExpertWork { expert: ExpertRef { gate, up, down }, .. } in group {
+        let shape = [gate.desc.rows(), up.desc.rows(), down.desc.cols()];
+        assert_eq!(shape, [intermediate; 3], "experts of different shapes");
+    }
+    let total: usize = counts.iter().sum();
+    let mut hidden = compute.scratch.filled_later(total * intermediate);
+    matmul::gated(compute, group, input, &mut hidden)?;
+    let hidden = Input::new("expert intermediate", hidden, intermediate);
+    matmul::projected(compute, group, counts, &hidden, out)
 }

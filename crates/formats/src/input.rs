@@ -93,6 +93,11 @@ impl<'a> Input<'a> {
         }
     }
 
+    /// The name of the rows in errors.
+    pub fn what(&self) -> &'static str {
+        self.what
+    }
+
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.x.len() / self.cols

@@ -26,7 +26,7 @@ pub mod tile;
 pub use buffer::Buffer;
 pub use encode::Encoder;
 pub use error::FormatError;
-pub use ffn::{ExpertDesc, ExpertRef, expert_ffn};
+pub use ffn::{ExpertDesc, ExpertRef, ExpertWork, expert_ffn, expert_ffns};
 pub use format::{Format, Fp8Scale, ScaleType};
 pub use input::Input;
 #[doc(hidden)]

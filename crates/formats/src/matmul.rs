@@ -17,6 +17,7 @@ use numerics::simd::{Portable, Simd};
 use numerics::team::{Columns, Target};
 use numerics::{Compute, NumericError, function};
 
+use crate::ffn::ExpertWork;
 use crate::input::{Input, Operand};
 use crate::int2::Int2;
 use crate::int3::Int3;
@@ -87,15 +88,17 @@ pub fn matmul_each<const N: usize>(
     rows: Option<&[u32]>,
     outs: [&mut [f32]; N],
 ) -> Result<(), NumericError> {
+    let rows = Rows::select(input, rows);
     let prepared = Prepared::new(compute, &of_level(compute), matrices, input, rows)?;
     let mut at = 0;
-    let targets = outs.map(|out| {
+    let mut targets = outs.map(|out| {
         let width = matrices[at].desc.rows();
         at += 1;
-        assert_eq!(out.len(), prepared.rows.count * width);
-        Target { out, width, step: compute.team.step(width, GRAIN) }
+        assert_eq!(out.len(), rows.count * width);
+        Target::new(out, width, compute.team.step(width, GRAIN))
     });
-    compute.team.columns_of(targets, |matrix, out| run(compute.isa, &prepared.job(matrix), out));
+    let run = |matrix: usize, out: &mut Columns<'_>| run(compute.isa, &prepared.job(matrix), out);
+    compute.team.columns_of(&mut targets, run);
     Ok(())
 }
 
@@ -110,7 +113,8 @@ pub fn matmul_in_emulated_tiles(
 ) -> Result<(), NumericError> {
     let tiles = Portable::<true>;
     let packing = |format| packing_kernel(tiles, format, true);
-    let prepared = Prepared::new(compute, &packing, [matrix], input, None)?;
+    let rows = Rows::select(input, None);
+    let prepared = Prepared::new(compute, &packing, [matrix], input, rows)?;
     let (job, mut out) = (prepared.job(0), Columns::of(out, 0..matrix.desc.rows()));
     if let Some(packed) = job.packed {
         let format = matrix.desc.format();
@@ -119,28 +123,100 @@ pub fn matmul_in_emulated_tiles(
     Ok(())
 }
 
-/// `out[i, o]` = silu of the product with `gate`, times the product with `up`.
-pub fn matmul_gated(
+/// Experts of one call of [`gated`] and [`projected`].
+pub(crate) const GROUP_MAX: usize = 8;
+
+/// Fills an array of [`GROUP_MAX`] for each item of a slice.
+fn group<T, R>(
+    items: &[T],
+    mut make: impl FnMut(&T) -> Result<R, NumericError>,
+) -> Result<[Option<R>; GROUP_MAX], NumericError> {
+    let mut made = [const { None }; GROUP_MAX];
+    for (made, item) in made.iter_mut().zip(items) {
+        *made = Some(make(item)?);
+    }
+    Ok(made)
+}
+
+/// For each of up to [`GROUP_MAX`] experts and its rows of the input: silu of the product with its
+/// gate, times the product with its up matrix, one expert after the other in `out`. One piece of
+/// parallel work.
+pub(crate) fn gated(
     compute: &Compute,
-    [gate, up]: [MatrixRef<'_>; 2],
+    experts: &[ExpertWork<'_>],
     input: &Input<'_>,
-    rows: Option<&[u32]>,
     out: &mut [f32],
 ) -> Result<(), NumericError> {
-    let prepared = Prepared::new(compute, &of_level(compute), [gate, up], input, rows)?;
-    let (width, count) = (gate.desc.rows(), prepared.rows.count);
-    assert!(up.desc.rows() == width && out.len() == count * width);
+    let prepared = group(experts, |work| {
+        let (matrices, rows) = ([work.expert.gate, work.expert.up], work.rows_of(input));
+        Prepared::new(compute, &of_level(compute), matrices, input, rows)
+    })?;
+    let width = experts[0].expert.gate.desc.rows();
     let step = compute.team.step(width, GRAIN);
-    compute.team.columns(out, width, step, |out| {
+    let mut rest = out;
+    let mut targets = fill_targets(&prepared, |prepared| {
+        let (mine, others) = std::mem::take(&mut rest).split_at_mut(prepared.rows.count * width);
+        rest = others;
+        Target::new(mine, width, step)
+    });
+    let targets = &mut targets[..experts.len()];
+    compute.team.columns_of(targets, |expert, out| {
+        let Some(prepared) = &prepared[expert] else { return };
         run(compute.isa, &prepared.job(0), out);
-        let mut ups = compute.scratch.filled_later(count * out.range().len());
+        let mut ups = compute.scratch.filled_later(out.rows() * out.range().len());
         let mut ups = Columns::of(&mut ups, out.range());
         run(compute.isa, &prepared.job(1), &mut ups);
-        for row in 0..count {
+        for row in 0..out.rows() {
             function::silu_mul(compute.isa, out.row(row), ups.row(row));
         }
     });
     Ok(())
+}
+
+/// The product of each expert's down matrix with its rows of `hidden`, which follow each other as
+/// those of `out` do. One piece of parallel work.
+pub(crate) fn projected(
+    compute: &Compute,
+    experts: &[ExpertWork<'_>],
+    counts: &[usize],
+    hidden: &Input<'_>,
+    out: &mut [f32],
+) -> Result<(), NumericError> {
+    let mut first = 0;
+    let mut at = 0;
+    let prepared = group(experts, |work| {
+        let rows = Rows { selected: None, first, count: counts[at] };
+        first += counts[at];
+        at += 1;
+        Prepared::new(compute, &of_level(compute), [work.expert.down], hidden, rows)
+    })?;
+    let width = experts[0].expert.down.desc.rows();
+    let step = compute.team.step(width, GRAIN);
+    let mut rest = out;
+    let mut targets = fill_targets(&prepared, |prepared| {
+        let (mine, others) = std::mem::take(&mut rest).split_at_mut(prepared.rows.count * width);
+        rest = others;
+        Target::new(mine, width, step)
+    });
+    let targets = &mut targets[..experts.len()];
+    compute.team.columns_of(targets, |expert, out| {
+        if let Some(prepared) = &prepared[expert] {
+            run(compute.isa, &prepared.job(0), out);
+        }
+    });
+    Ok(())
+}
+
+/// A target for each of a group; empty ones for the rest.
+fn fill_targets<'a, P>(
+    prepared: &[Option<P>; GROUP_MAX],
+    mut target: impl FnMut(&P) -> Target<'a>,
+) -> [Target<'a>; GROUP_MAX] {
+    let mut at = 0;
+    [(); GROUP_MAX].map(|()| {
+        at += 1;
+        prepared[at - 1].as_ref().map_or_else(|| Target::new(&mut [], 0, 1), &mut target)
+    })
 }
 
 /// How the level of a computation wants its rows packed.
@@ -151,15 +227,28 @@ fn of_level(compute: &Compute) -> impl Fn(Format) -> Packing {
 
 /// Which activation rows take part.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
+pub(crate) struct Rows<'a> {
     selected: Option<&'a [u32]>,
+    /// First row where none are selected.
+    first: usize,
     count: usize,
 }
 
-impl Rows<'_> {
+impl<'a> Rows<'a> {
+    /// The selected rows of an input, or all of them.
+    pub(crate) fn select(input: &Input<'_>, selected: Option<&'a [u32]>) -> Rows<'a> {
+        let count = selected.map_or(input.rows(), <[u32]>::len);
+        Rows { selected, first: 0, count }
+    }
+
+    /// Number of rows.
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
     #[inline(always)]
     fn get(&self, index: usize) -> usize {
-        self.selected.map_or(index, |rows| rows[index] as usize)
+        self.selected.map_or(self.first + index, |rows| rows[index] as usize)
     }
 }
 
@@ -179,10 +268,9 @@ impl<'a, const N: usize> Prepared<'a, N> {
         packing: &dyn Fn(Format) -> Packing,
         matrices: [MatrixRef<'a>; N],
         input: &'a Input<'_>,
-        selected: Option<&'a [u32]>,
+        rows: Rows<'a>,
     ) -> Result<Prepared<'a, N>, NumericError> {
-        let count = selected.map_or(input.rows(), <[u32]>::len);
-        let rows = Rows { selected, count };
+        let count = rows.count;
         let mut operands = [Operand::F32 { rows: &[], stride: 0 }; N];
         let (mut packed, mut packed_of) = (Vec::<PackedRows>::new(), [None; N]);
         for (at, matrix) in matrices.iter().enumerate() {
@@ -275,6 +363,18 @@ fn put_tile(
         out.put_array(row, columns.start, values);
     } else {
         out.put(row, columns.start, &values[..columns.len()]);
+    }
+}
+
+/// Bytes ahead of the codes being multiplied that are asked for: far enough for memory to answer,
+/// near enough to be used before they are replaced.
+const PREFETCH_BYTES: usize = 4096;
+
+/// Asks for what follows the codes of a block, as many bytes as it has.
+#[inline(always)]
+fn prefetch<S: Simd>(simd: S, chunks: &[u8]) {
+    for line in (0..chunks.len()).step_by(64) {
+        simd.prefetch(chunks.as_ptr().wrapping_add(line + PREFETCH_BYTES));
     }
 }
 

@@ -298,6 +298,46 @@ fn write_matrix(
     shard.write(scales_at, &tail)
 }
 
+/// Replaces the lowest code, which has no counterpart of the other sign, by that of zero: weights
+/// whose mean is not zero would make every token's hidden state, and so its experts, the same.
+fn centre(format: Format, weights: &mut [u8]) {
+    let zero_if_lowest = |byte: &mut u8, shift: u32, mask: u8, zero: u8| {
+        if *byte >> shift & mask == 0 {
+            *byte |= zero << shift;
+        }
+    };
+    match format {
+        Format::Int4Row | Format::Int4Grouped(_) => {
+            for byte in weights {
+                [0, 4].into_iter().for_each(|shift| zero_if_lowest(byte, shift, 15, 8));
+            }
+        }
+        Format::Int2Row => {
+            for byte in weights {
+                [0, 2, 4, 6].into_iter().for_each(|shift| zero_if_lowest(byte, shift, 3, 2));
+            }
+        }
+        Format::Int3G64 => {
+            // Two low bits of each input first, then the high bits.
+            for group in weights.chunks_exact_mut(24) {
+                let (low, high) = group.split_at_mut(16);
+                for input in 0..64 {
+                    if low[input / 4] >> (2 * (input % 4)) & 3 == 0 {
+                        high[input / 8] |= 1 << (input % 8);
+                    }
+                }
+            }
+        }
+        Format::Int8Row
+        | Format::Mxfp4
+        | Format::E8Iq3
+        | Format::F32
+        | Format::Bf16
+        | Format::F16
+        | Format::Fp8B128(_) => {}
+    }
+}
+
 fn generate(
     target: &Target,
     rows: usize,
@@ -320,9 +360,9 @@ fn generate(
     // Standard deviation of uniformly random codes.
     let code_deviation = match format {
         Format::Int8Row => 73.9,
-        Format::Int4Row | Format::Int4Grouped(_) => 4.6,
-        Format::Int2Row => 1.12,
-        Format::Int3G64 => 2.29,
+        Format::Int4Row | Format::Int4Grouped(_) => 4.18,
+        Format::Int2Row => 0.71,
+        Format::Int3G64 => 1.87,
         Format::Mxfp4 => 2.9,
         Format::E8Iq3 => 57.0,
         Format::F32
@@ -338,6 +378,7 @@ fn generate(
     let row_bytes = format.row_bytes(cols).unwrap_or(0);
     weights.resize(rows * row_bytes, 0);
     noise.fill(weights);
+    centre(format, weights);
     let scale = deviation / code_deviation;
     match format {
         Format::E8Iq3 => {

@@ -10,8 +10,8 @@ use crate::{Compute, NumericError};
 
 /// Largest block; also the multiple that quantised rows are padded to.
 pub const BLOCK_MAX: usize = 64;
-/// Rows that one task of the thread team quantises, at least.
-const GRAIN: usize = 8;
+/// Numbers that one task of the thread team quantises, at least.
+const GRAIN_NUMBERS: usize = 8192;
 /// A block whose largest magnitude is below 2^-100 counts as all zero.
 const ABSMAX_MIN: f32 = f32::from_bits(27 << 23);
 
@@ -30,6 +30,11 @@ pub const fn block_len(group: Option<usize>) -> usize {
     }
 }
 
+/// Codes kept per row.
+const fn stride(cols: usize) -> usize {
+    cols.next_multiple_of(BLOCK_MAX) + BLOCK_MAX
+}
+
 /// Rows of activations in int8 blocks.
 #[derive(Debug)]
 pub struct Int8Rows {
@@ -44,7 +49,7 @@ pub struct Int8Rows {
 /// One row of [`Int8Rows`].
 #[derive(Clone, Copy)]
 pub struct Int8Row<'a> {
-    /// Codes, padded with zeros to a multiple of [`BLOCK_MAX`].
+    /// Codes, padded with zeros: from every block's start there are at least [`BLOCK_MAX`].
     pub codes: &'a [i8],
     /// Scale of each block.
     pub scales: &'a [f32],
@@ -64,7 +69,7 @@ impl Int8Rows {
     ) -> Result<Int8Rows, NumericError> {
         assert!(cols > 0 && block > 0 && block <= BLOCK_MAX && x.len().is_multiple_of(cols));
         let rows = x.len() / cols;
-        let (stride, blocks) = (cols.next_multiple_of(BLOCK_MAX), cols.div_ceil(block));
+        let (stride, blocks) = (stride(cols), cols.div_ceil(block));
         let mut out = Int8Rows {
             rows,
             cols,
@@ -79,7 +84,8 @@ impl Int8Rows {
             rows_mut(&mut out.scales, blocks),
             rows_mut(&mut out.sums, blocks),
         );
-        compute.team.rows(rows, GRAIN, parts, |range, (codes, scales, sums)| {
+        let grain = (GRAIN_NUMBERS / cols).max(1);
+        compute.team.rows(rows, grain, parts, |range, (codes, scales, sums)| {
             let codes = codes.chunks_exact_mut(stride);
             let scales = scales.chunks_exact_mut(blocks).zip(sums.chunks_exact_mut(blocks));
             for ((row, codes), (scales, sums)) in range.zip(codes).zip(scales) {
@@ -114,8 +120,7 @@ impl Int8Rows {
     /// Row `row`.
     #[inline]
     pub fn row(&self, row: usize) -> Int8Row<'_> {
-        let (stride, blocks) =
-            (self.cols.next_multiple_of(BLOCK_MAX), self.cols.div_ceil(self.block));
+        let (stride, blocks) = (stride(self.cols), self.cols.div_ceil(self.block));
         Int8Row {
             codes: &self.codes[row * stride..][..stride],
             scales: &self.scales[row * blocks..][..blocks],

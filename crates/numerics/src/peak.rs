@@ -1,4 +1,5 @@
-//! The multiply rate of a level: what products of int8 could reach if no operand had to be loaded.
+//! The rates that bound the kernels: reading memory, and multiplying int8 numbers that need not be
+//! loaded.
 
 use crate::Isa;
 use crate::multiversion;
@@ -31,7 +32,26 @@ fn multiply_kernel<S: Simd>(simd: S, iterations: u64) -> u64 {
     iterations * (SUMS * 64) as u64
 }
 
+/// Bytes ahead of those read that are asked for, as the kernels do.
+const PREFETCH_BYTES: usize = 4096;
+
+#[inline(always)]
+fn read_kernel<S: Simd>(simd: S, bytes: &[u8]) -> u32 {
+    let mut sums = [simd.splat(0); 4];
+    for lines in bytes.as_chunks::<64>().0.as_chunks::<4>().0 {
+        for (sum, line) in sums.iter_mut().zip(lines) {
+            simd.prefetch(line.as_ptr().wrapping_add(PREFETCH_BYTES));
+            *sum = simd.xor(*sum, simd.load(line));
+        }
+    }
+    let all = simd.xor(simd.xor(sums[0], sums[1]), simd.xor(sums[2], sums[3]));
+    simd.fold_max_u32(all)
+}
+
 multiversion! {
+    /// Reads bytes as fast as one thread can, and returns something that depends on all of them
+    /// but the last few.
+    pub fn read_loop(isa, bytes: &[u8]) -> u32 => read_kernel;
     fn multiply(isa, iterations: u64) -> u64 => multiply_kernel;
 }
 

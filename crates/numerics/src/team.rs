@@ -260,14 +260,27 @@ unsafe impl<T: Send> Sync for Shareable<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Send for Shareable<T> {}
 
-/// A matrix whose columns tasks share: its elements, its width and the columns of each task.
+/// A matrix whose columns tasks share.
 pub struct Target<'a, T = f32> {
-    /// Rows of `width` elements.
-    pub out: &'a mut [T],
-    /// Elements per row.
-    pub width: usize,
-    /// Columns per task.
-    pub step: usize,
+    at: Shareable<T>,
+    rows: usize,
+    width: usize,
+    step: usize,
+    _borrow: PhantomData<&'a mut ()>,
+}
+
+impl<'a, T> Target<'a, T> {
+    /// Rows of `width` elements, to be filled `step` columns per task.
+    pub fn new(out: &'a mut [T], width: usize, step: usize) -> Target<'a, T> {
+        assert!(step > 0);
+        let rows = out.len() / width.max(1);
+        Target { at: Shareable(out.as_mut_ptr()), rows, width, step, _borrow: PhantomData }
+    }
+
+    /// Tasks that fill it.
+    fn tasks(&self) -> usize {
+        self.width.div_ceil(self.step)
+    }
 }
 
 /// Data that splits into disjoint parts by rows.
@@ -331,33 +344,27 @@ impl Team {
         step: usize,
         task: impl Fn(&mut Columns<'_, T>) + Sync,
     ) {
-        self.columns_of([Target { out, width, step }], |_, columns| task(columns));
+        self.columns_of(&mut [Target::new(out, width, step)], |_, columns| task(columns));
     }
 
     /// Fills several matrices in one job; tasks are told which one.
-    pub fn columns_of<T: Copy + Send, const N: usize>(
+    pub fn columns_of<T: Copy + Send>(
         &self,
-        targets: [Target<'_, T>; N],
+        targets: &mut [Target<'_, T>],
         task: impl Fn(usize, &mut Columns<'_, T>) + Sync,
     ) {
-        let targets = targets.map(|Target { out, width, step }| {
-            assert!(step > 0);
-            (Shareable(out.as_mut_ptr()), out.len() / width.max(1), width, step)
-        });
-        let tasks_of = |at: usize| targets[at].2.div_ceil(targets[at].3);
-        self.run((0..N).map(tasks_of).sum(), |mut piece| {
+        let targets = &*targets;
+        self.run(targets.iter().map(Target::tasks).sum(), |mut piece| {
             let mut at = 0;
-            while piece >= tasks_of(at) {
-                piece -= tasks_of(at);
+            while piece >= targets[at].tasks() {
+                piece -= targets[at].tasks();
                 at += 1;
             }
-            let (base, rows, width, step) = &targets[at];
+            let Target { at: base, rows, width, step, .. } = &targets[at];
             let (rows, width) = (*rows, *width);
             let range = piece * step..((piece + 1) * step).min(width);
-            task(
-                at,
-                &mut Columns { at: base.0, rows, width, first: 0, range, _borrow: PhantomData },
-            );
+            let _borrow = PhantomData;
+            task(at, &mut Columns { at: base.0, rows, width, first: 0, range, _borrow });
         });
     }
 
@@ -452,11 +459,8 @@ mod tests {
     fn several_matrices_are_filled_in_one_job() {
         let team = Team::new(3).unwrap();
         let (mut a, mut b) = (vec![0; 2 * 50], vec![0; 2 * 7]);
-        let targets = [
-            Target { out: &mut a, width: 50, step: 16 },
-            Target { out: &mut b, width: 7, step: 4 },
-        ];
-        team.columns_of(targets, |matrix, columns| {
+        let mut targets = [Target::new(&mut a, 50, 16), Target::new(&mut b, 7, 4)];
+        team.columns_of(&mut targets, |matrix, columns| {
             for row in 0..columns.rows() {
                 let first = columns.range().start;
                 for (at, value) in columns.row(row).iter_mut().enumerate() {

@@ -3,15 +3,12 @@
 
 use numerics::fill;
 use numerics::int8::Int8Row;
-use numerics::simd::Simd;
+use numerics::simd::{Simd, WORDS_MAX};
 use numerics::team::Columns;
 
-use super::{Job, add_block, block_scales, load_f32, put_tile, x_word};
+use super::{Job, add_block, block_scales, load_f32, prefetch, put_tile, x_word};
 use crate::input::Operand;
 use crate::tile::{Codes, ROWS, Scaling, TileShape};
-
-/// Most rows that come this way.
-pub const ROWS_MAX: usize = 4;
 
 /// Partial sums of a row.
 const PARTS: usize = 2;
@@ -20,6 +17,9 @@ const PARTS: usize = 2;
 const fn chunks_per_unit<C: Codes>() -> usize {
     if C::CHUNK_INPUTS == 4 { 2 } else { 1 }
 }
+
+/// Most rows that come this way; from there on a decoded panel pays at every level.
+pub const ROWS_MAX: usize = 4;
 
 /// Computes the columns of `out` for all rows, at most [`ROWS_MAX`].
 #[inline(always)]
@@ -75,10 +75,12 @@ fn int8_tile<S: Simd, C: Codes, const R: usize>(
     let bias = if C::SIGNED { S::S8_BIAS } else { C::BIAS as i32 };
     let mut acc = [simd.splat_f32(0.0); R];
     for (index, block) in shape.blocks::<C>(tile).enumerate() {
-        let words = block.chunks.len() / C::CHUNK_BYTES * steps;
-        let first_word = block.start / 4;
-        let xs: [&[[i8; 4]]; R] =
-            fill!(&[][..]; |r| &x[r].codes.as_chunks::<4>().0[first_word..][..words]);
+        prefetch(simd, block.chunks);
+        // A window of the longest block, whatever its length: no checks are left in the loop.
+        let xs: [&[[i8; 4]; WORDS_MAX]; R] = fill!(&[[0; 4]; WORDS_MAX]; |r| {
+            let words = &x[r].codes.as_chunks::<4>().0[block.start / 4..];
+            words.first_chunk().unwrap_or(&[[0; 4]; WORDS_MAX])
+        });
         // Integer sums are exact in any order: two of them per row keep the multipliers busy.
         let mut sums = [[simd.splat(0); PARTS]; R];
         let unit_bytes = C::CHUNK_BYTES * chunks_per_unit::<C>();
@@ -88,8 +90,8 @@ fn int8_tile<S: Simd, C: Codes, const R: usize>(
                 let w = C::codes(simd, chunk, step % steps);
                 let part = if S::ROWS == 8 { step % PARTS } else { 0 };
                 for r in 0..R {
-                    let word = xs[r][at * steps * chunks_per_unit::<C>() + step];
-                    let x = simd.splat(x_word(word));
+                    let word = at * steps * chunks_per_unit::<C>() + step;
+                    let x = simd.splat(x_word(xs[r][word % WORDS_MAX]));
                     sums[r][part] = if C::SIGNED {
                         simd.dot_s8(sums[r][part], w, x)
                     } else {
@@ -130,6 +132,7 @@ fn f32_tile<S: Simd, C: Codes, const R: usize>(
     };
     let mut acc = [simd.splat_f32(0.0); R];
     for block in shape.blocks::<C>(tile) {
+        prefetch(simd, block.chunks);
         let scales = match C::SCALING {
             Scaling::Row => row_scales,
             Scaling::Group | Scaling::Ue8m0Half | Scaling::E8 => {

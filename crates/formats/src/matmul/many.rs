@@ -10,7 +10,7 @@ use numerics::team::Columns;
 
 use super::few::weights;
 use super::packed::{CHUNK_ROWS, PackedBlock, PackedChunk, PackedRows, Packing};
-use super::{Job, add_block, block_scales, load_f32, put_tile, x_word};
+use super::{Job, add_block, block_scales, load_f32, prefetch, put_tile, x_word};
 use crate::input::Operand;
 use crate::tile::{Codes, ROWS, Scaling, TileShape};
 
@@ -140,6 +140,8 @@ fn int8_chunk<S: Simd, C: Codes, const TILES: bool>(
     let [mut low, mut high] = [shape.blocks::<C>(tiles[0]), shape.blocks::<C>(tiles[1])];
     let mut index = 0;
     while let (Some(low), Some(high)) = (low.next(), high.next()) {
+        prefetch(simd, low.chunks);
+        prefetch(simd, high.chunks);
         fill_panel::<S, C, TILES>(simd, low.chunks, &mut panels[0]);
         fill_panel::<S, C, TILES>(simd, high.chunks, &mut panels[1]);
         let scales = [

@@ -47,31 +47,24 @@ impl Rates {
 /// Read bandwidth of all threads together over an array beyond the caches, in 10^9 bytes per
 /// second.
 pub struct ReadLoop {
-    data: Vec<u64>,
+    data: Vec<u8>,
 }
 
 impl Default for ReadLoop {
     fn default() -> Self {
-        ReadLoop { data: (0..READ_BYTES as u64 / 8).collect() }
+        ReadLoop { data: vec![1; READ_BYTES] }
     }
 }
 
 impl ReadLoop {
     /// One pass on every thread of the team.
     pub fn measure(&self, team: &Team) -> f64 {
-        let pieces = team.threads();
+        let (isa, pieces) = (Isa::detect(), team.threads());
         let started = Instant::now();
         team.run(pieces, |piece| {
             let len = self.data.len();
             let part = &self.data[len * piece / pieces..len * (piece + 1) / pieces];
-            // Independent accumulators, so that loads and not additions set the pace.
-            let mut sums = [0u64; 32];
-            for chunk in part.as_chunks::<32>().0 {
-                for (sum, value) in sums.iter_mut().zip(chunk) {
-                    *sum = sum.wrapping_add(*value);
-                }
-            }
-            std::hint::black_box(sums);
+            std::hint::black_box(peak::read_loop(isa, part));
         });
         READ_BYTES as f64 / started.elapsed().as_secs_f64() / 1e9
     }

@@ -42,6 +42,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Rows of activations whose sums, beside the weights, fit the registers: 2, 4 or 8.
     const ROWS: usize;
 
+    /// Asks for the cache line at an address, which need not be valid.
+    #[inline(always)]
+    fn prefetch(self, _at: *const u8) {}
     /// Loads 64 bytes.
     fn load(self, from: &[u8; 64]) -> Self::I;
     /// Loads 16 numbers.

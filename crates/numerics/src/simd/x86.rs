@@ -87,6 +87,11 @@ macro_rules! impl_256 {
             const ROWS: usize = 4;
 
             #[inline(always)]
+            fn prefetch(self, at: *const u8) {
+                // SAFETY: a prefetch of any address is allowed.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+            }
+            #[inline(always)]
             fn load(self, from: &[u8; 64]) -> Self::I {
                 [read::<__m256i, _>(from, 0), read::<__m256i, _>(from, 32)]
             }
@@ -404,6 +409,11 @@ macro_rules! impl_512 {
             const ROWS: usize = 8;
             $($more)*
 
+            #[inline(always)]
+            fn prefetch(self, at: *const u8) {
+                // SAFETY: a prefetch of any address is allowed.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+            }
             #[inline(always)]
             fn load(self, from: &[u8; 64]) -> __m512i {
                 read::<__m512i, _>(from, 0)
