@@ -30,9 +30,8 @@ pub use isa::{Isa, Level};
 pub use scratch::{Buf, Scratch};
 pub use team::Team;
 
-/// Version of the contract. It is 0 while operators may still change their order of operations;
-/// from 1 on any change that can move a bit raises it.
-pub const NUMERICS_VERSION: u32 = 0;
+/// Version of the contract. Any change that can move a bit of a logit raises it.
+pub const NUMERICS_VERSION: u32 = 1;
 
 impl NumericError {
     /// The same error with its row counted in another batch.

@@ -169,8 +169,15 @@ fn int8_chunk<S: Simd, C: Codes, const TILES: bool>(
             }
             continue;
         }
-        for (at, sums) in sums.iter_mut().enumerate() {
-            int8_rows_of::<S, C>(simd, words, &panels[at], &x_block, scales[at], sums);
+        let [low, high] = &panels;
+        let [low_sums, high_sums] = &mut *sums;
+        if S::ROWS == 8 {
+            // Registers for both tiles: each activation is loaded once for the pair.
+            let sums = [low_sums, high_sums];
+            int8_rows_of::<S, C, 2>(simd, words, [low, high], &x_block, scales, sums);
+        } else {
+            int8_rows_of::<S, C, 1>(simd, words, [low], &x_block, [scales[0]], [low_sums]);
+            int8_rows_of::<S, C, 1>(simd, words, [high], &x_block, [scales[1]], [high_sums]);
         }
     }
     if C::SCALING == Scaling::Row {
@@ -204,71 +211,72 @@ fn fill_panel<S: Simd, C: Codes, const TILES: bool>(simd: S, chunks: &[u8], pane
     }
 }
 
-/// Adds the products of a block with one tile to the sums of all rows.
+/// Sums of one tile, per row of a chunk.
+type TileSums = [[f32; ROWS]; CHUNK_ROWS];
+
+/// Adds the products of a block with `T` tiles to the sums of all rows.
 #[inline(always)]
-fn int8_rows_of<S: Simd, C: Codes>(
+fn int8_rows_of<S: Simd, C: Codes, const T: usize>(
     simd: S,
     words: usize,
-    panel: &Panel,
+    panels: [&Panel; T],
     x: &PackedBlock<'_>,
-    scales: S::F,
-    sums: &mut [[f32; ROWS]; CHUNK_ROWS],
+    scales: [S::F; T],
+    sums: [&mut TileSums; T],
 ) {
     // Lengths that the compiler knows leave no checks in the loops.
     match (S::ROWS, C::BLOCK.unwrap_or(4 * words)) {
-        (8, 64) => int8_groups::<S, C, 8, 16>(simd, panel, x, scales, sums),
-        (8, 48) => int8_groups::<S, C, 8, 12>(simd, panel, x, scales, sums),
-        (8, 32) => int8_groups::<S, C, 8, 8>(simd, panel, x, scales, sums),
-        (8, _) => int8_groups::<S, C, 8, 4>(simd, panel, x, scales, sums),
-        (4, 64) => int8_groups::<S, C, 4, 16>(simd, panel, x, scales, sums),
-        (4, 48) => int8_groups::<S, C, 4, 12>(simd, panel, x, scales, sums),
-        (4, 32) => int8_groups::<S, C, 4, 8>(simd, panel, x, scales, sums),
-        (4, _) => int8_groups::<S, C, 4, 4>(simd, panel, x, scales, sums),
-        (_, 64) => int8_groups::<S, C, 2, 16>(simd, panel, x, scales, sums),
-        (_, 48) => int8_groups::<S, C, 2, 12>(simd, panel, x, scales, sums),
-        (_, 32) => int8_groups::<S, C, 2, 8>(simd, panel, x, scales, sums),
-        (_, _) => int8_groups::<S, C, 2, 4>(simd, panel, x, scales, sums),
+        (8, 64) => int8_groups::<S, C, T, 8, 16>(simd, panels, x, scales, sums),
+        (8, 48) => int8_groups::<S, C, T, 8, 12>(simd, panels, x, scales, sums),
+        (8, 32) => int8_groups::<S, C, T, 8, 8>(simd, panels, x, scales, sums),
+        (8, _) => int8_groups::<S, C, T, 8, 4>(simd, panels, x, scales, sums),
+        (4, 64) => int8_groups::<S, C, T, 4, 16>(simd, panels, x, scales, sums),
+        (4, 48) => int8_groups::<S, C, T, 4, 12>(simd, panels, x, scales, sums),
+        (4, 32) => int8_groups::<S, C, T, 4, 8>(simd, panels, x, scales, sums),
+        (4, _) => int8_groups::<S, C, T, 4, 4>(simd, panels, x, scales, sums),
+        (_, 64) => int8_groups::<S, C, T, 2, 16>(simd, panels, x, scales, sums),
+        (_, 48) => int8_groups::<S, C, T, 2, 12>(simd, panels, x, scales, sums),
+        (_, 32) => int8_groups::<S, C, T, 2, 8>(simd, panels, x, scales, sums),
+        (_, _) => int8_groups::<S, C, T, 2, 4>(simd, panels, x, scales, sums),
     }
 }
 
 /// [`int8_rows_of`] in groups of `R` rows, for blocks of `W` words.
 #[inline(always)]
-fn int8_groups<S: Simd, C: Codes, const R: usize, const W: usize>(
+fn int8_groups<S: Simd, C: Codes, const T: usize, const R: usize, const W: usize>(
     simd: S,
-    panel: &Panel,
+    panels: [&Panel; T],
     x: &PackedBlock<'_>,
-    scales: S::F,
-    sums: &mut [[f32; ROWS]; CHUNK_ROWS],
+    scales: [S::F; T],
+    sums: [&mut TileSums; T],
 ) {
     // Whether the panel holds signed codes that the level multiplies as such.
     let signed = C::SIGNED && S::S8_BIAS == 0;
-    // Integer sums are exact in any order: two of them per row, where registers are many, keep the
-    // multipliers busy.
-    let parts = if R == 8 { 2 } else { 1 };
     let groups = x.codes.as_chunks::<4>().0.as_chunks::<W>().0.as_chunks::<R>().0;
     let factors = x.scales.as_chunks::<R>().0.iter().zip(x.corrections.as_chunks::<R>().0);
-    let groups = groups.iter().zip(sums.as_chunks_mut::<R>().0);
-    for ((rows, sums), (x_scales, corrections)) in groups.zip(factors) {
-        let mut products = [[simd.splat(0); 2]; R];
+    for (group, (rows, (x_scales, corrections))) in groups.iter().zip(factors).enumerate() {
+        let mut products = [[simd.splat(0); T]; R];
         for r in 0..R {
-            products[r][0] = simd.splat(corrections[r] as u32);
+            products[r] = [simd.splat(corrections[r] as u32); T];
         }
-        for at in (0..W).step_by(2) {
-            for word in at..at + 2 {
-                let w = simd.load(&panel[word]);
-                for r in 0..R {
-                    let x = simd.splat(x_word(rows[r][word]));
-                    let sum = &mut products[r][word % parts];
-                    *sum = if signed { simd.dot_s8(*sum, w, x) } else { simd.dot_u8(*sum, w, x) };
+        for word in 0..W {
+            let w: [S::I; T] = fill!(simd.splat(0); |t| simd.load(&panels[t][word]));
+            for r in 0..R {
+                let x = simd.splat(x_word(rows[r][word]));
+                for t in 0..T {
+                    let sum = products[r][t];
+                    products[r][t] =
+                        if signed { simd.dot_s8(sum, w[t], x) } else { simd.dot_u8(sum, w[t], x) };
                 }
             }
         }
-        for r in 0..R {
-            let [first, second] = products[r];
-            let product = if parts == 2 { simd.add(first, second) } else { first };
-            let acc = simd.load_f32(&sums[r]);
-            let acc = add_block::<S, C>(simd, product, scales, x_scales[r], acc);
-            simd.store_f32(acc, &mut sums[r]);
+        for t in 0..T {
+            let Some(sums) = sums[t].as_chunks_mut::<R>().0.get_mut(group) else { return };
+            for r in 0..R {
+                let acc = simd.load_f32(&sums[r]);
+                let acc = add_block::<S, C>(simd, products[r][t], scales[t], x_scales[r], acc);
+                simd.store_f32(acc, &mut sums[r]);
+            }
         }
     }
 }

@@ -2,5 +2,6 @@
 
 mod exactness;
 mod generation;
+mod golden;
 mod oracle;
 mod support;
