@@ -146,8 +146,8 @@ fn run(engine: &Engine, sequences: std::ops::Range<usize>, count: usize) -> Resu
     let vocab = engine.config().vocab_size;
     let mut sessions: Vec<Session> = sequences
         .clone()
-        .map(|_| engine.session().map_err(runtime::OpenError::from))
-        .collect::<Result<_, _>>()?;
+        .map(|_| Ok(engine.session().map_err(runtime::OpenError::from)?))
+        .collect::<Result<_, LabError>>()?;
     let mut hidden = Vec::new();
     for (session, sequence) in sessions.iter_mut().zip(sequences.clone()) {
         let prompt = tokens(PROMPT, vocab, sequence);
