@@ -463,7 +463,7 @@ pub struct BenchDecodeArgs {
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = parse_count)]
     pub tokens: usize,
     /// Sequences decoded together, beside one alone in the same run
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_count)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = parse_batch)]
     pub batch: usize,
     #[command(flatten)]
     pub options: BenchOptions,
@@ -491,7 +491,7 @@ pub struct BenchKernelsArgs {
     pub formats: Vec<Format>,
     /// Rows of activations, comma-separated
     #[arg(long, value_name = "COUNTS", value_delimiter = ',', default_value = "1,4,16,64,256",
-          value_parser = parse_count)]
+          value_parser = parse_rows)]
     pub rows: Vec<usize>,
     /// Levels, comma-separated, or all [default: the CPU's highest]
     #[arg(long, value_name = "LEVELS", value_delimiter = ',', env = "COLI_ISA")]
@@ -562,6 +562,23 @@ fn parse_count(text: &str) -> Result<usize, String> {
         Ok(0) => Err("must be at least 1".to_owned()),
         Ok(count) => Ok(count),
         Err(_) => Err("not a whole number".to_owned()),
+    }
+}
+
+/// Most sequences of one batch.
+const BATCH_MAX: usize = 1024;
+
+fn parse_batch(text: &str) -> Result<usize, String> {
+    match parse_count(text)? {
+        count if count <= BATCH_MAX => Ok(count),
+        _ => Err(format!("must be at most {BATCH_MAX}")),
+    }
+}
+
+fn parse_rows(text: &str) -> Result<usize, String> {
+    match parse_count(text)? {
+        count if count <= lab::bench::ROWS_MAX => Ok(count),
+        _ => Err(format!("must be at most {}", lab::bench::ROWS_MAX)),
     }
 }
 

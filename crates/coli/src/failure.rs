@@ -85,7 +85,7 @@ impl From<LabError> for Failure {
         match error {
             LabError::Open(error) => (*error).into(),
             LabError::Step(error) => (*error).into(),
-            LabError::Write { .. } => Failure::Failed(error.into()),
+            LabError::Write { .. } | LabError::Check(_) => Failure::Failed(error.into()),
             other => Failure::Unusable(other.into()),
         }
     }

@@ -98,15 +98,23 @@ pub fn open(args: &EngineArgs) -> Result<Engine, Failure> {
 /// longest would not fit.
 const BENCH_CONTEXT: usize = 4096;
 
-/// [`open`] for a bench that holds memory of its own under the ceiling and has several sessions.
+/// [`open`] for a bench that holds memory of its own under the ceiling and has several sessions,
+/// each of at least `positions` tokens.
 pub fn open_for_bench(
     args: &EngineArgs,
     held_bytes: u64,
     sessions: usize,
+    positions: usize,
 ) -> Result<Engine, Failure> {
     let options = engine_options(args)?;
     let longest = Config::load(&options.dirs[0])?.max_position;
-    let context = options.context.unwrap_or(BENCH_CONTEXT.min(longest));
+    let context = options.context.unwrap_or(BENCH_CONTEXT.max(positions).min(longest));
+    if positions > context {
+        return Err(Failure::usage(format!(
+            "the bench needs a context of {positions} tokens, {context} is what there is; \
+             lower --tokens or raise --ctx (the model's longest is {longest})"
+        )));
+    }
     open_with(args, EngineOptions { held_bytes, sessions, context: Some(context), ..options })
 }
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use formats::{ExpertRef, ExpertWork, expert_ffns};
+use formats::{EXPERTS_MAX, ExpertRef, ExpertWork, FfnError, expert_ffns};
 use numerics::{Compute, FirstError, NumericError, combine};
 
 use crate::backend::{ExpertBackend, ExpertError, ExpertRows, ExpertStats, RoutedBatch};
@@ -77,9 +77,8 @@ impl LocalExperts {
     }
 }
 
-/// Experts whose parallel work is shared, and most rows that they have together: beyond them each
-/// expert is work enough for all threads, and its results should stay in cache.
-const GROUP_EXPERTS: usize = 8;
+/// Most rows of experts whose parallel work is shared: beyond them each expert is work enough for
+/// all threads, and its results should stay in cache.
 const GROUP_ROWS: usize = 64;
 /// Columns that one task of the combine takes, at least.
 const COMBINE_COLUMNS: usize = 256;
@@ -94,33 +93,23 @@ fn add_experts(
 ) -> Result<(), ExpertError> {
     let Some((first, expert)) = work.first() else { return Ok(()) };
     let hidden = batch.input.cols();
-    let mut group = [ExpertWork { expert: *expert, rows: Some(first.rows) }; GROUP_EXPERTS];
+    let mut group = [ExpertWork { expert: *expert, rows: Some(first.rows) }; EXPERTS_MAX];
     for (group, (rows, expert)) in group.iter_mut().zip(work) {
         *group = ExpertWork { expert: *expert, rows: Some(rows.rows) };
     }
     let total: usize = work.iter().map(|(rows, _)| rows.rows.len()).sum();
     let mut out = compute.scratch.filled_later(total * hidden);
-    // Rows of the experts' own products follow each other; errors name expert and batch row.
-    let of_batch = |error: NumericError| {
-        let mut left = error.row();
-        for (rows, _) in work {
-            if let Some(row) = rows.rows.get(left) {
-                let source = error.in_row(*row as usize);
-                return ExpertError::Numeric { layer, expert: rows.expert, source };
-            }
-            left -= rows.rows.len();
-        }
-        ExpertError::Numeric { layer, expert: first.expert, source: error }
+    // Errors name the expert, and the row of the batch rather than that of the expert.
+    let of_expert = |at: usize, error: NumericError| {
+        let rows = &work[at].0;
+        let row = rows.rows.get(error.row()).map_or(error.row(), |row| *row as usize);
+        ExpertError::Numeric { layer, expert: rows.expert, source: error.in_row(row) }
     };
-    expert_ffns(compute, &group[..work.len()], batch.input, &mut out).map_err(
-        |error| match error {
-            // The layer's input is common to all of them; its rows are the batch's.
-            NumericError::NonFinite { what, .. } if what == batch.input.what() => {
-                ExpertError::Numeric { layer, expert: first.expert, source: error }
-            }
-            error => of_batch(error),
-        },
-    )?;
+    let computed = expert_ffns(compute, &group[..work.len()], batch.input, &mut out);
+    computed.map_err(|error| match error {
+        FfnError::Input(source) => ExpertError::Numeric { layer, expert: first.expert, source },
+        FfnError::Expert { at, error } => of_expert(at, error),
+    })?;
     let errors = FirstError::default();
     let step = compute.team.step(hidden, COMBINE_COLUMNS);
     compute.team.columns(sum, hidden, step, |sum| {
@@ -132,12 +121,19 @@ fn add_experts(
                 let y = &y[range.clone()];
                 let added =
                     combine::add_weighted(compute.isa, at, *weight, y, sum.row(*row as usize));
-                errors.keep(at, added.map_err(|error| error.after(range.start)));
+                errors.keep(added.map_err(|error| error.after(range.start)));
                 at += 1;
             }
         }
     });
-    errors.result().map_err(of_batch)
+    errors.result().map_err(|error| {
+        let (mut at, mut row) = (0, error.row());
+        while at + 1 < work.len() && row >= work[at].0.rows.len() {
+            row -= work[at].0.rows.len();
+            at += 1;
+        }
+        of_expert(at, error.in_row(row))
+    })
 }
 
 impl ExpertBackend for LocalExperts {
@@ -156,7 +152,7 @@ impl ExpertBackend for LocalExperts {
         let mut rest = &ready[..];
         while let Some((first, lease)) = rest.first() {
             let shape = lease.view();
-            let mut group = [(work_of(*first), shape); GROUP_EXPERTS];
+            let mut group = [(work_of(*first), shape); EXPERTS_MAX];
             let (mut count, mut rows) = (1, group[0].0.rows.len());
             for (slot, (expert, lease)) in group[1..].iter_mut().zip(&rest[1..]) {
                 let work = work_of(*expert);

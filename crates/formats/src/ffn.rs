@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use numerics::{Compute, NumericError};
 
-use crate::matmul::{self, GROUP_MAX, Rows};
+use crate::matmul::{self, Rows};
 use crate::{Format, FormatError, Input, MatrixDesc, MatrixRef};
 
 /// Formats and shapes of an expert's matrices: gate and up `[intermediate, hidden]`, down
@@ -19,6 +19,9 @@ pub struct ExpertDesc {
     /// Down projection.
     pub down: MatrixDesc,
 }
+
+/// Most experts of one call of [`expert_ffns`].
+pub const EXPERTS_MAX: usize = 8;
 
 /// Matrices of an expert start at multiples of it within its bytes.
 const ALIGN: usize = 64;
@@ -107,6 +110,22 @@ impl<'a> ExpertWork<'a> {
     }
 }
 
+/// Why experts could not be computed.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum FfnError {
+    /// The layer's input; the row is the input's.
+    #[error("{0}")]
+    Input(NumericError),
+    /// What expert `at` of the call made of it; the row counts the expert's own.
+    #[error("expert {at} of the call: {error}")]
+    Expert {
+        /// Index among the experts of the call.
+        at: usize,
+        /// What happened.
+        error: NumericError,
+    },
+}
+
 /// Computes the expert for rows `rows` of the layer's input (all of them for `None`) into `out`,
 /// `[rows, hidden]`, unweighted.
 pub fn expert_ffn(
@@ -116,54 +135,39 @@ pub fn expert_ffn(
     rows: Option<&[u32]>,
     out: &mut [f32],
 ) -> Result<(), NumericError> {
-    expert_ffns(compute, &[ExpertWork { expert, rows }], input, out)
+    expert_ffns(compute, &[ExpertWork { expert, rows }], input, out).map_err(|error| match error {
+        FfnError::Input(error) | FfnError::Expert { error, .. } => error,
+    })
 }
 
-/// Computes several experts, each for its rows; `out` gets the rows of one after the other,
-/// unweighted. Errors count rows in that order. Experts of one shape and with few rows share their
-/// parallel work.
+/// Computes up to [`EXPERTS_MAX`] experts of one shape, each for its rows, as shared parallel work;
+/// `out` gets the rows of one after the other, unweighted.
 pub fn expert_ffns(
     compute: &Compute,
     experts: &[ExpertWork<'_>],
     input: &Input<'_>,
     out: &mut [f32],
-) -> Result<(), NumericError> {
-    let mut done = 0;
-    let mut rest = out;
-    for group in experts.chunks(GROUP_MAX) {
-        let mut counts = [0; GROUP_MAX];
-        for (count, work) in counts.iter_mut().zip(group) {
-            *count = work.rows_of(input).count();
-        }
-        let counts = &counts[..group.len()];
-        let total: usize = counts.iter().sum();
-        let hidden = group[0].expert.down.desc.rows();
-        let (mine, others) = std::mem::take(&mut rest).split_at_mut(total * hidden);
-        rest = others;
-        ffn_group(compute, group, counts, input, mine).map_err(|error| {
-            let row = done + error.row();
-            error.in_row(row)
-        })?;
-        done += total;
+) -> Result<(), FfnError> {
+    let Some(first) = experts.first() else { return Ok(()) };
+    assert!(experts.len() <= EXPERTS_MAX, "too many experts in one call");
+    let same = |work: &ExpertWork<'_>| work.expert.has_shape_of(&first.expert);
+    assert!(experts.iter().all(same), "experts of different shapes in one call");
+    let mut counts = [0; EXPERTS_MAX];
+    for (count, work) in counts.iter_mut().zip(experts) {
+        *count = work.rows_of(input).count();
     }
-    Ok(())
-}
-
-fn ffn_group(
-    compute: &Compute,
-    group: &[ExpertWork<'_>],
-    counts: &[usize],
-    input: &Input<'_>,
-    out: &mut [f32],
-) -> Result<(), NumericError> {
-    let intermediate = group[0].expert.gate.desc.rows();
-    for ExpertWork { expert: ExpertRef { gate, up, down }, .. } in group {
-        let shape = [gate.desc.rows(), up.desc.rows(), down.desc.cols()];
-        assert_eq!(shape, [intermediate; 3], "experts of different shapes");
-    }
+    let counts = &counts[..experts.len()];
     let total: usize = counts.iter().sum();
+    let intermediate = first.expert.gate.desc.rows();
     let mut hidden = compute.scratch.filled_later(total * intermediate);
-    matmul::gated(compute, group, input, &mut hidden)?;
+    matmul::gated(compute, experts, input, &mut hidden).map_err(FfnError::Input)?;
     let hidden = Input::new("expert intermediate", hidden, intermediate);
-    matmul::projected(compute, group, counts, &hidden, out)
+    matmul::projected(compute, experts, counts, &hidden, out).map_err(|error| {
+        let (mut at, mut row) = (0, error.row());
+        while at + 1 < counts.len() && row >= counts[at] {
+            row -= counts[at];
+            at += 1;
+        }
+        FfnError::Expert { at, error: error.in_row(row) }
+    })
 }

@@ -26,10 +26,10 @@ pub mod tile;
 pub use buffer::Buffer;
 pub use encode::Encoder;
 pub use error::FormatError;
-pub use ffn::{ExpertDesc, ExpertRef, ExpertWork, expert_ffn, expert_ffns};
+pub use ffn::{EXPERTS_MAX, ExpertDesc, ExpertRef, ExpertWork, FfnError, expert_ffn, expert_ffns};
 pub use format::{Format, Fp8Scale, ScaleType};
 pub use input::Input;
 #[doc(hidden)]
 pub use matmul::matmul_in_emulated_tiles;
-pub use matmul::{matmul, matmul_each};
+pub use matmul::{FEW_ROWS_MAX, matmul, matmul_each};
 pub use matrix::{Arrangement, MatrixDesc, MatrixRef, QTensor, decode_row};

@@ -13,11 +13,11 @@ mod packed;
 mod plain;
 
 use numerics::multiversion;
-use numerics::simd::{Portable, Simd};
+use numerics::simd::{MatrixTiles, Portable, Simd};
 use numerics::team::{Columns, Target};
 use numerics::{Compute, NumericError, function};
 
-use crate::ffn::ExpertWork;
+use crate::ffn::{EXPERTS_MAX, ExpertWork};
 use crate::input::{Input, Operand};
 use crate::int2::Int2;
 use crate::int3::Int3;
@@ -65,6 +65,8 @@ macro_rules! for_codes {
     };
 }
 
+/// Rows up to which weights are decoded in registers, and no level uses matrix tiles.
+pub const FEW_ROWS_MAX: usize = few::ROWS_MAX;
 /// Output rows per unit of parallel work: two pairs of tiles.
 const GRAIN: usize = 64;
 
@@ -112,7 +114,7 @@ pub fn matmul_in_emulated_tiles(
     out: &mut [f32],
 ) -> Result<(), NumericError> {
     let tiles = Portable::<true>;
-    let packing = |format| packing_kernel(tiles, format, true);
+    let packing = |format| packing_kernel(tiles, format, Some(MatrixTiles::Emulated));
     let rows = Rows::select(input, None);
     let prepared = Prepared::new(compute, &packing, [matrix], input, rows)?;
     let (job, mut out) = (prepared.job(0), Columns::of(out, 0..matrix.desc.rows()));
@@ -123,22 +125,19 @@ pub fn matmul_in_emulated_tiles(
     Ok(())
 }
 
-/// Experts of one call of [`gated`] and [`projected`].
-pub(crate) const GROUP_MAX: usize = 8;
-
-/// Fills an array of [`GROUP_MAX`] for each item of a slice.
+/// Fills an array of [`EXPERTS_MAX`] for each item of a slice.
 fn group<T, R>(
     items: &[T],
     mut make: impl FnMut(&T) -> Result<R, NumericError>,
-) -> Result<[Option<R>; GROUP_MAX], NumericError> {
-    let mut made = [const { None }; GROUP_MAX];
+) -> Result<[Option<R>; EXPERTS_MAX], NumericError> {
+    let mut made = [const { None }; EXPERTS_MAX];
     for (made, item) in made.iter_mut().zip(items) {
         *made = Some(make(item)?);
     }
     Ok(made)
 }
 
-/// For each of up to [`GROUP_MAX`] experts and its rows of the input: silu of the product with its
+/// For each of up to [`EXPERTS_MAX`] experts and its rows of the input: silu of the product with its
 /// gate, times the product with its up matrix, one expert after the other in `out`. One piece of
 /// parallel work.
 pub(crate) fn gated(
@@ -209,11 +208,11 @@ pub(crate) fn projected(
 
 /// A target for each of a group; empty ones for the rest.
 fn fill_targets<'a, P>(
-    prepared: &[Option<P>; GROUP_MAX],
+    prepared: &[Option<P>; EXPERTS_MAX],
     mut target: impl FnMut(&P) -> Target<'a>,
-) -> [Target<'a>; GROUP_MAX] {
+) -> [Target<'a>; EXPERTS_MAX] {
     let mut at = 0;
-    [(); GROUP_MAX].map(|()| {
+    [(); EXPERTS_MAX].map(|()| {
         at += 1;
         prepared[at - 1].as_ref().map_or_else(|| Target::new(&mut [], 0, 1), &mut target)
     })
@@ -222,7 +221,7 @@ fn fill_targets<'a, P>(
 /// How the level of a computation wants its rows packed.
 fn of_level(compute: &Compute) -> impl Fn(Format) -> Packing {
     let isa = compute.isa;
-    move |format| packing(isa, format, isa.has_matrix_tiles())
+    move |format| packing(isa, format, isa.matrix_tiles())
 }
 
 /// Which activation rows take part.
@@ -311,7 +310,7 @@ multiversion! {
     /// Computes the columns of `out` (from a multiple of 16 on) for all rows.
     fn run(isa, job: &Job<'_>, out: &mut Columns<'_>) => run_kernel;
     /// How a format's many-rows kernel wants int8 activations at a level.
-    fn packing(isa, format: Format, matrix_tiles: bool) -> Packing => packing_kernel;
+    fn packing(isa, format: Format, matrix_tiles: Option<MatrixTiles>) -> Packing => packing_kernel;
 }
 
 #[inline(always)]
@@ -328,8 +327,8 @@ fn run_kernel<S: Simd>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
 }
 
 #[inline(always)]
-fn packing_kernel<S: Simd>(_simd: S, format: Format, matrix_tiles: bool) -> Packing {
-    let plain = Packing { bias: 0, row_unit: 1, matrix_tiles: false };
+fn packing_kernel<S: Simd>(_simd: S, format: Format, matrix_tiles: Option<MatrixTiles>) -> Packing {
+    let plain = Packing { bias: 0, row_unit: 1, matrix_tiles: None };
     for_codes!(format, |C| many::packing::<S, C>(matrix_tiles), plain)
 }
 

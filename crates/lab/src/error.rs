@@ -39,6 +39,9 @@ pub enum LabError {
         #[source]
         source: std::io::Error,
     },
+    /// A check that did not hold.
+    #[error("{0}")]
+    Check(String),
     /// A request that cannot be honoured.
     #[error("{0}")]
     Request(String),

@@ -156,3 +156,89 @@ pub fn attend(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use numerics::{Activations, Isa, Team, function, lanes};
+
+    use super::*;
+
+    /// One kind of rows of one sequence.
+    struct Rows {
+        pages: Vec<Vec<f32>>,
+    }
+
+    impl KvStore for Rows {
+        fn write(&mut self, _: usize, _: usize, _: KvKind, _: usize, _: &[f32]) {}
+
+        fn page(&self, _: usize, _: usize, _: KvKind, page: usize) -> &[f32] {
+            &self.pages[page]
+        }
+    }
+
+    /// Rule 6 as its words say it.
+    fn reference(query: &[f32], rows: &[&[f32]], scale: f32, width: usize) -> Vec<f32> {
+        let (mut max, mut sum, mut out) = (f32::NEG_INFINITY, 0.0f32, vec![0.0f32; width]);
+        for block in rows.chunks(KEY_BLOCK) {
+            let mut weights: Vec<f32> = block
+                .iter()
+                .map(|row| lanes::dot(Isa::SCALAR, query, &row[..query.len()]) * scale)
+                .collect();
+            let block_max = weights.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            weights.iter_mut().for_each(|weight| *weight = function::exp(*weight - block_max));
+            let block_sum = lanes::sum(Isa::SCALAR, &weights);
+            let new_max = max.max(block_max);
+            let (keep, take) = (function::exp(max - new_max), function::exp(block_max - new_max));
+            sum = block_sum.mul_add(take, sum * keep);
+            max = new_max;
+            for (column, out) in out.iter_mut().enumerate() {
+                let pairs = weights.iter().zip(block);
+                let block_out =
+                    pairs.fold(0.0, |acc, (weight, row)| f32::mul_add(*weight, row[column], acc));
+                *out = block_out.mul_add(take, *out * keep);
+            }
+        }
+        out.iter().map(|out| out / sum).collect()
+    }
+
+    #[test]
+    fn queries_with_different_numbers_of_keys_over_several_blocks_follow_the_rule() {
+        let (width, value_width, positions) = (40, 24, 1100);
+        let value = |i: usize| ((i * 7919 % 4001) as f32 - 2000.0) * 1e-3;
+        let pages = positions / PAGE + 1;
+        let kv = Rows {
+            pages: (0..pages)
+                .map(|page| (0..PAGE * width).map(|i| value(page * 65_537 + i)).collect())
+                .collect(),
+        };
+        let all: Vec<&[f32]> =
+            kv.pages.iter().flat_map(|page| page.chunks_exact(width)).take(positions).collect();
+        let list: Vec<u32> = (0..positions as u32).filter(|at| at % 7 != 3).collect();
+        let listed: Vec<&[f32]> = list.iter().map(|at| all[*at as usize]).collect();
+        let queries: Vec<Vec<f32>> =
+            (0..5).map(|q| (0..32).map(|i| value(q * 977 + i)).collect()).collect();
+        let part = Part { kind: KvKind::Key, width, first: 0 };
+        let state = HeadState { kv: &kv, sequence: 0, layer: 0, key: part, value: part };
+        let team = Arc::new(Team::new(1).unwrap());
+        for isa in Isa::available() {
+            let compute = Compute::new(isa, team.clone(), Activations::F32);
+            for (selection, rows) in [(Selection::First, &all), (Selection::Listed(&list), &listed)]
+            {
+                let counts = [1, 511, 512, 513, rows.len()];
+                let group: Vec<Query<'_>> = queries
+                    .iter()
+                    .zip(counts)
+                    .map(|(values, count)| Query { values, count, row: 0 })
+                    .collect();
+                let mut out = vec![9.0; group.len() * value_width];
+                attend(&compute, &state, &group, 0.3, selection, value_width, &mut out).unwrap();
+                for (query, got) in group.iter().zip(out.chunks_exact(value_width)) {
+                    let want = reference(query.values, &rows[..query.count], 0.3, value_width);
+                    assert_eq!(got, want, "{isa:?}, {} keys", query.count);
+                }
+            }
+        }
+    }
+}

@@ -20,6 +20,8 @@ const K_NORM_EPS: f32 = 1e-6;
 
 /// Rows whose scores are held at the same time.
 const WAVE_ROWS: usize = 16;
+/// Most scores held at the same time, unless one row alone has more.
+pub const WAVE_SCORES: usize = 1 << 20;
 /// Heads of the indexer that meet a page of keys together.
 const HEAD_GROUP: usize = 32;
 
@@ -88,14 +90,19 @@ impl Indexer {
         weights.iter_mut().for_each(|weight| *weight *= factor);
 
         let kv: &dyn KvStore = kv;
-        for wave in choosing.chunks(WAVE_ROWS) {
-            let longest = wave.iter().map(|at| rows[*at].position + 1).max().unwrap_or(0);
+        let longest = choosing.iter().map(|at| rows[*at].position + 1).max().unwrap_or(1);
+        for wave in choosing.chunks((WAVE_SCORES / longest).clamp(1, WAVE_ROWS)) {
+            let longest = wave.iter().map(|at| rows[*at].position + 1).max().unwrap_or(1);
             let mut scores = compute.scratch.zeroed(wave.len() * longest);
             let errors = FirstError::default();
             compute.team.columns(&mut scores, longest, PAGE, |scores| {
                 let range = scores.range();
                 for (slot, &at) in wave.iter().enumerate() {
+                    // A shorter sequence of the wave may have no such page.
                     let count = (rows[at].position + 1).saturating_sub(range.start);
+                    if count == 0 {
+                        continue;
+                    }
                     let out = scores.row(slot);
                     let count = count.min(out.len());
                     let page = range.start / PAGE;
@@ -108,7 +115,7 @@ impl Indexer {
                         Some(element) => element + range.start,
                     };
                     let what = "index scores";
-                    errors.keep(at, Err(NumericError::NonFinite { what, row: at, element: error }));
+                    errors.keep(Err(NumericError::NonFinite { what, row: at, element: error }));
                 }
             });
             errors.result()?;

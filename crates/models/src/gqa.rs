@@ -106,7 +106,7 @@ impl Gqa {
         let step_width = heads / kv_heads * dim;
         compute.team.columns(&mut out, heads * dim, step_width, |columns| {
             let attended = self.attend_heads(step, &queries, kv, columns);
-            errors.keep(columns.range().start, attended);
+            errors.keep(attended);
         });
         errors.result()?;
         let input = Input::new("attention output", out, heads * dim);

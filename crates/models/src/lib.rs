@@ -21,8 +21,9 @@ mod profile;
 mod weights;
 
 pub use attend::attention_scratch;
+pub use dsa::WAVE_SCORES;
 pub use error::ModelError;
 pub use family::{Family, Row, open_family};
 pub use kv::{KvKind, KvShape, KvStore, PAGE};
-pub use profile::{Activity, Profile, Spent, Stage};
+pub use profile::{Activity, Profile, Running, Spent, Stage};
 pub use weights::{DenseLoad, Int8Classes, planned_dense_bytes};

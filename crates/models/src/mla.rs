@@ -129,7 +129,7 @@ impl Mla {
         let heads_per_task = compute.team.step(heads, 1).min(QUERIES_MAX);
         compute.team.columns(&mut out, heads * value, heads_per_task * value, |columns| {
             let attended = self.attend_heads(step, &queries, selections, kv, columns);
-            errors.keep(columns.range().start, attended);
+            errors.keep(attended);
         });
         errors.result()?;
         let input = Input::new("attention output", out, heads * value);

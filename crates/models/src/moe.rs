@@ -76,9 +76,10 @@ impl Moe {
         let batch = RoutedBatch::new(&compute.scratch, x, &routes, top_k, count);
         let mut sum = compute.scratch.zeroed(x.rows() * x.cols());
         profile.enter(Activity::ExpertsLocal);
-        let waited_s = experts.stats().wait_s;
+        let wait_s = || if profile.is_running() { experts.stats().wait_s } else { 0.0 };
+        let waited_s = wait_s();
         experts.compute(compute, layer, &batch, &mut sum)?;
-        let waited = Duration::from_secs_f64((experts.stats().wait_s - waited_s).max(0.0));
+        let waited = Duration::from_secs_f64((wait_s() - waited_s).max(0.0));
         profile.shift(Activity::ExpertsLocal, Activity::DiskWait, waited);
         let mut out = compute.scratch.filled_later(sum.len());
         let parts = rows_mut(&mut out, x.cols());

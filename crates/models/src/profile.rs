@@ -1,5 +1,5 @@
-//! Where the time of a run goes: one clock that always belongs to exactly one activity, so that they
-//! sum to the wall time.
+//! Where the time of a run goes: one clock that always belongs to exactly one activity, so that
+//! they sum to the wall time.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -25,7 +25,7 @@ pub enum Activity {
 }
 
 impl Activity {
-    /// Every phase, as they are listed.
+    /// Every activity, as they are listed.
     pub const ALL: [Activity; 7] = [
         Activity::Attention,
         Activity::Router,
@@ -59,17 +59,17 @@ pub enum Stage {
     Decode,
 }
 
-/// Time spent, per stage and phase in the order of [`Activity::ALL`].
+/// Time spent, per stage and activity in the order of [`Activity::ALL`].
 pub type Spent = [[Duration; Activity::ALL.len()]; 2];
 
 struct Clock {
     since: Instant,
     stage: Stage,
-    phase: Activity,
+    activity: Activity,
     spent: Spent,
 }
 
-/// The clock of an engine's steps. It stands still until started; phases are entered by the thread
+/// The clock of an engine's steps. It stands still until started; activities are entered by the thread
 /// that makes the step.
 #[derive(Default)]
 pub struct Profile {
@@ -80,7 +80,7 @@ pub struct Profile {
 impl Clock {
     fn charge(&mut self) {
         let now = Instant::now();
-        self.spent[self.stage as usize][self.phase as usize] += now - self.since;
+        self.spent[self.stage as usize][self.activity as usize] += now - self.since;
         self.since = now;
     }
 }
@@ -93,45 +93,33 @@ impl Profile {
         self.clock.lock().unwrap_or_else(PoisonError::into_inner).as_mut().map(act)
     }
 
-    /// Starts the clock at zero.
-    pub fn start(&self) {
+    /// Starts the clock at zero. It runs as long as what is returned; a second start takes it over.
+    pub fn start(&self) -> Running<'_> {
         let clock = Clock {
             since: Instant::now(),
             stage: Stage::Prefill,
-            phase: Activity::Other,
+            activity: Activity::Other,
             spent: Spent::default(),
         };
         *self.clock.lock().unwrap_or_else(PoisonError::into_inner) = Some(clock);
         self.running.store(true, Ordering::Relaxed);
+        Running { profile: self }
     }
 
-    /// Stops the clock and returns what was spent; `None` when it was not running.
-    pub fn stop(&self) -> Option<Spent> {
-        let spent = self.with(|clock| {
-            clock.charge();
-            clock.spent
-        });
-        self.running.store(false, Ordering::Relaxed);
-        spent
+    /// Whether the clock runs.
+    pub fn is_running(&self) -> bool {
+        self.running.load(Ordering::Relaxed)
     }
 
-    /// From now on the time belongs to `stage`.
-    pub fn stage(&self, stage: Stage) {
+    /// From now on the time belongs to `activity`.
+    pub fn enter(&self, activity: Activity) {
         self.with(|clock| {
             clock.charge();
-            clock.stage = stage;
+            clock.activity = activity;
         });
     }
 
-    /// From now on the time belongs to `phase`.
-    pub fn enter(&self, phase: Activity) {
-        self.with(|clock| {
-            clock.charge();
-            clock.phase = phase;
-        });
-    }
-
-    /// Moves time of the current stage from one phase to another, as far as the first has it.
+    /// Moves time of the current stage from one activity to another, as far as the first has it.
     pub fn shift(&self, from: Activity, to: Activity, time: Duration) {
         self.with(|clock| {
             clock.charge();
@@ -143,27 +131,72 @@ impl Profile {
     }
 }
 
+/// A running clock; it stops when this is dropped.
+pub struct Running<'a> {
+    profile: &'a Profile,
+}
+
+impl Running<'_> {
+    /// From now on the time belongs to `stage`.
+    pub fn stage(&self, stage: Stage) {
+        self.profile.with(|clock| {
+            clock.charge();
+            clock.stage = stage;
+        });
+    }
+
+    /// Stops the clock; what was spent.
+    pub fn stop(self) -> Spent {
+        let spent = self.profile.with(|clock| {
+            clock.charge();
+            clock.spent
+        });
+        spent.unwrap_or_default()
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.profile.running.store(false, Ordering::Relaxed);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn phases_sum_to_the_wall_time() {
+    fn activities_sum_to_the_wall_time() {
         let profile = Profile::default();
         profile.enter(Activity::Head);
-        assert!(profile.stop().is_none(), "nothing is counted before the start");
+        let before = Instant::now();
+        let running = profile.start();
         let started = Instant::now();
-        profile.start();
         for stage in [Stage::Prefill, Stage::Decode] {
-            profile.stage(stage);
-            for phase in Activity::ALL {
-                profile.enter(phase);
+            running.stage(stage);
+            for activity in Activity::ALL {
+                profile.enter(activity);
+                // A little work, so that each has its time.
+                std::hint::black_box((0..20_000u64).fold(0, |sum, i| sum ^ i.rotate_left(3)));
             }
-            profile.shift(Activity::ExpertsLocal, Activity::DiskWait, Duration::from_secs(9));
         }
-        let spent = profile.stop().unwrap();
+        let least = started.elapsed();
+        let spent = running.stop();
         let sum: Duration = spent.iter().flatten().sum();
-        assert!(sum <= started.elapsed());
-        assert_eq!(spent[Stage::Decode as usize][Activity::ExpertsLocal as usize], Duration::ZERO);
+        assert!(sum >= least && sum <= before.elapsed(), "{sum:?} of {least:?}");
+        assert!(spent.iter().flatten().all(|time| *time > Duration::ZERO));
+        assert!(!profile.is_running());
+    }
+
+    #[test]
+    fn time_is_moved_only_as_far_as_there_is_any() {
+        let profile = Profile::default();
+        let running = profile.start();
+        profile.enter(Activity::ExpertsLocal);
+        profile.enter(Activity::Other);
+        profile.shift(Activity::ExpertsLocal, Activity::DiskWait, Duration::from_secs(9));
+        let spent = running.stop()[Stage::Prefill as usize];
+        assert_eq!(spent[Activity::ExpertsLocal as usize], Duration::ZERO);
+        assert!(spent[Activity::DiskWait as usize] < Duration::from_secs(9));
     }
 }

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::simd::{HardwareTiles, MatrixTiles};
+
 /// A set of instructions that kernels are written for, from the portable code upwards.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Level {
@@ -106,9 +108,12 @@ impl Isa {
         Level::ALL.into_iter().filter_map(Isa::at)
     }
 
-    /// Whether the level multiplies many int8 rows in matrix tiles.
-    pub const fn has_matrix_tiles(self) -> bool {
-        matches!(self.0, Level::Amx)
+    /// Leave to multiply many int8 rows in matrix tiles, at a level that has them.
+    pub const fn matrix_tiles(self) -> Option<MatrixTiles> {
+        match self.0 {
+            Level::Amx => Some(MatrixTiles::Hardware(HardwareTiles::proved())),
+            _ => None,
+        }
     }
 
     /// The level proved.

@@ -55,6 +55,14 @@ impl NumericError {
         self
     }
 
+    /// Element within the row that the error names.
+    pub fn element(&self) -> usize {
+        match self {
+            NumericError::NonFinite { element, .. }
+            | NumericError::CombineRange { element, .. } => *element,
+        }
+    }
+
     /// Row of the batch that the error names.
     pub fn row(&self) -> usize {
         match self {
@@ -101,26 +109,28 @@ impl Compute {
     }
 }
 
-/// The first error (of the lowest task) of tasks that run in parallel.
+/// The first error, by row and element, of tasks that run in parallel: whichever task comes upon
+/// one first, the same is reported.
 #[derive(Default)]
 pub struct FirstError {
-    found: Mutex<Option<(usize, NumericError)>>,
+    found: Mutex<Option<NumericError>>,
 }
 
 impl FirstError {
     /// Keeps the error of a task.
-    pub fn keep(&self, task: usize, result: Result<(), NumericError>) {
+    pub fn keep(&self, result: Result<(), NumericError>) {
         let Err(error) = result else { return };
+        let place = |error: &NumericError| (error.row(), error.element());
         let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-        if found.as_ref().is_none_or(|(first, _)| task < *first) {
-            *found = Some((task, error));
+        if found.as_ref().is_none_or(|first| place(&error) < place(first)) {
+            *found = Some(error);
         }
     }
 
     /// The error kept.
     pub fn result(self) -> Result<(), NumericError> {
         let found = self.found.into_inner().unwrap_or_else(PoisonError::into_inner);
-        found.map_or(Ok(()), |(_, error)| Err(error))
+        found.map_or(Ok(()), Err)
     }
 }
 

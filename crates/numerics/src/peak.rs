@@ -55,15 +55,39 @@ multiversion! {
     fn multiply(isa, iterations: u64) -> u64 => multiply_kernel;
 }
 
-/// Multiplies int8 numbers that stay in registers, in matrix tiles where the level has them, and
-/// returns how many products were made.
-pub fn multiply_loop(isa: Isa, iterations: u64) -> u64 {
+/// Multiplies int8 numbers that stay in registers, in matrix tiles where the level has them and
+/// `matrix_tiles` asks for them, and returns how many products were made.
+pub fn multiply_loop(isa: Isa, matrix_tiles: bool, iterations: u64) -> u64 {
     #[cfg(target_arch = "x86_64")]
-    if isa.has_matrix_tiles() {
+    if isa.matrix_tiles().is_some() && matrix_tiles {
         // SAFETY: the level has matrix tiles.
         return unsafe { crate::simd::amx::multiply_loop(iterations) };
     }
+    let _ = matrix_tiles;
     multiply(isa, iterations)
+}
+
+#[inline(always)]
+fn multiply_f32_kernel<S: Simd>(simd: S, iterations: u64) -> u64 {
+    let factor = simd.splat_f32(std::hint::black_box(0.999));
+    let x = simd.splat_f32(std::hint::black_box(1e-3));
+    let mut sums = [simd.splat_f32(0.5); SUMS];
+    for _ in 0..iterations {
+        for sum in &mut sums {
+            *sum = simd.fma(*sum, factor, x);
+        }
+    }
+    let mut lanes = [0.0; 16];
+    for sum in sums {
+        simd.store_f32(sum, &mut lanes);
+        std::hint::black_box(lanes);
+    }
+    iterations * (SUMS * 16) as u64
+}
+
+multiversion! {
+    /// [`multiply_loop`] of f32 numbers, each product added by one fused multiply-add.
+    pub fn multiply_f32_loop(isa, iterations: u64) -> u64 => multiply_f32_kernel;
 }
 
 #[cfg(test)]
@@ -73,7 +97,11 @@ mod tests {
     #[test]
     fn the_loop_runs_at_every_level() {
         for isa in Isa::available() {
-            assert!(multiply_loop(isa, 3) >= 3 * 64, "{isa:?}");
+            for matrix_tiles in [false, true] {
+                assert!(multiply_loop(isa, matrix_tiles, 3) >= 3 * 64, "{isa:?}");
+            }
+            assert_eq!(multiply_f32_loop(isa, 3), 3 * 16 * SUMS as u64);
+            assert_eq!(read_loop(isa, &[7; 1024]), 0);
         }
     }
 }

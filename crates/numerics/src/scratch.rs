@@ -69,7 +69,7 @@ impl Default for Scratch {
 }
 
 impl Scratch {
-    /// Sets how many bytes of free buffers are kept; what exceeds them is freed.
+    /// Sets how many bytes of free buffers are kept from now on.
     pub fn keep(&self, bytes: usize) {
         self.kept.limit.store(bytes, Ordering::Relaxed);
     }
@@ -103,8 +103,9 @@ impl Scratch {
 
     /// The smallest free buffer that holds `len` elements and not far more, or a new one.
     fn take<T: Element>(&self, len: usize) -> Vec<T> {
+        let capacity = size_class(len);
         let mut free = T::pool(self).free.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = |buffer: &Vec<T>| buffer.capacity() >= len && buffer.capacity() / 4 <= len;
+        let fits = |buffer: &Vec<T>| (len..=2 * capacity).contains(&buffer.capacity());
         let best = free
             .iter()
             .enumerate()
@@ -113,23 +114,40 @@ impl Scratch {
             .map(|(at, _)| at);
         match best {
             Some(at) => {
-                let buffer = free.swap_remove(at);
+                let buffer = free.remove(at);
                 self.kept.bytes.fetch_sub(buffer.capacity() * size_of::<T>(), Ordering::Relaxed);
                 buffer
             }
-            None => Vec::with_capacity(len),
+            None => Vec::with_capacity(capacity),
         }
     }
 
+    /// Keeps a buffer; those that waited longest make room for it.
     fn give<T: Element>(&self, buffer: Vec<T>) {
         let bytes = buffer.capacity() * size_of::<T>();
-        let kept = self.kept.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        if bytes == 0 || kept > self.kept.limit.load(Ordering::Relaxed) {
+        let limit = self.kept.limit.load(Ordering::Relaxed);
+        if bytes == 0 || bytes > limit {
+            return;
+        }
+        let mut free = T::pool(self).free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        while kept > limit && !free.is_empty() {
+            let freed = free.remove(0).capacity() * size_of::<T>();
+            kept = self.kept.bytes.fetch_sub(freed, Ordering::Relaxed) - freed;
+        }
+        if kept > limit {
+            // The room is taken by buffers of other types.
             self.kept.bytes.fetch_sub(bytes, Ordering::Relaxed);
             return;
         }
-        T::pool(self).free.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+        free.push(buffer);
     }
+}
+
+/// Elements to allocate for `len`: at most an eighth more, so that lengths that grow slowly, such
+/// as those that follow the context, find their buffer again.
+fn size_class(len: usize) -> usize {
+    len.next_multiple_of((len.next_power_of_two() / 16).max(64))
 }
 
 impl<T: Element> From<Vec<T>> for Buf<T> {
@@ -193,15 +211,27 @@ mod tests {
     }
 
     #[test]
-    fn what_exceeds_the_limit_is_freed() {
+    fn what_exceeds_the_limit_is_freed_and_the_oldest_first() {
         let scratch = Scratch::default();
-        scratch.keep(1000);
-        drop(scratch.zeroed::<i8>(1001));
+        scratch.keep(2048);
+        drop(scratch.zeroed::<i8>(2049));
         assert_eq!(scratch.kept.bytes.load(Ordering::Relaxed), 0);
-        let many: Vec<_> = (0..10).map(|_| scratch.zeroed::<i64>(50)).collect();
+        let many: Vec<_> = (0..10).map(|_| scratch.zeroed::<i64>(64)).collect();
         drop(many);
-        assert_eq!(scratch.kept.bytes.load(Ordering::Relaxed), 800);
-        assert_eq!(scratch.i64.free.lock().unwrap().len(), 2);
+        assert_eq!(scratch.kept.bytes.load(Ordering::Relaxed), 4 * 512);
+        drop(scratch.zeroed::<i64>(200));
+        let free = scratch.i64.free.lock().unwrap();
+        assert_eq!(free.iter().map(Vec::capacity).collect::<Vec<_>>(), [256]);
+        assert_eq!(scratch.kept.bytes.load(Ordering::Relaxed), 2048);
+    }
+
+    #[test]
+    fn a_length_that_grows_slowly_finds_its_buffer_again() {
+        let scratch = Scratch::default();
+        for len in 10_000..10_100 {
+            drop(scratch.filled_later::<f32>(len));
+        }
+        assert!(scratch.f32.free.lock().unwrap().len() <= 2);
     }
 
     #[test]

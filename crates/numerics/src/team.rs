@@ -62,7 +62,11 @@ impl Shared {
             // SAFETY: the claimed task is unfinished, so the closure is alive.
             let job = unsafe { &*job };
             let run = catch_unwind(AssertUnwindSafe(|| job(ticket as u32 as usize)));
-            self.panicked.fetch_or(run.is_err(), Ordering::Relaxed);
+            if let Err(payload) = run {
+                self.panicked.store(true, Ordering::Relaxed);
+                // Dropping it could panic again, past the count of finished tasks.
+                std::mem::forget(payload);
+            }
         }
         self.finished.fetch_add(1, Ordering::Release);
         true

@@ -27,6 +27,8 @@ pub const PREFILL_CHUNK: usize = 512;
 /// Rows whose logits are computed together: enough to share the head's weights, few enough for a
 /// large vocabulary.
 const LOGIT_ROWS: usize = 8;
+/// Share of the working memory in use that is kept besides, for buffers to be used again.
+const SCRATCH_KEPT_SHARE: u64 = 4;
 /// Least context the default plan aims at before it gives memory to the expert cache.
 const CONTEXT_FLOOR: usize = 512;
 /// Ceiling assumed where the system does not say how much memory there is.
@@ -132,6 +134,7 @@ pub struct Engine {
     sessions: Arc<Ledger>,
     context: usize,
     prefill_chunk: usize,
+    step_rows: usize,
     cache_bytes: u64,
     turn: Mutex<()>,
     profile: Profile,
@@ -197,8 +200,13 @@ impl Engine {
         let kv_shape = KvShape::of(&model);
         let longest = options.context.unwrap_or(config.max_position);
         let chunk = options.prefill_chunk.clamp(1, longest.max(1));
-        let scratch = scratch_bytes(config, chunk, threads);
-        compute.scratch.keep(scratch as usize / 2);
+        // A step has the rows of a chunk, or one of each session.
+        let step_rows = chunk.max(options.sessions);
+        let in_use = scratch_bytes(config, step_rows, threads);
+        // Buffers that wait for the next layer come on top of those in use.
+        let waiting = in_use / SCRATCH_KEPT_SHARE;
+        compute.scratch.keep(waiting as usize);
+        let scratch = in_use + waiting;
         let plan = Plan {
             process: machine.rss_bytes().unwrap_or(0),
             dense: planned_dense_bytes(&model, options.int8_classes)?,
@@ -207,7 +215,7 @@ impl Engine {
             expert: table.slot_bytes_max(),
         };
         let context = plan_context(options, config, &kv_shape, &plan, limit)?;
-        let kv = kv_bytes(&kv_shape, context) * options.sessions.max(1) as u64;
+        let kv = kv_bytes(&kv_shape, context).saturating_mul(options.sessions.max(1) as u64);
         plan.check(kv, RopeTable::bytes_of(rope_dim(config), context) as u64, limit)?;
 
         let ledger = Ledger::new(limit);
@@ -230,6 +238,7 @@ impl Engine {
             sessions: Ledger::new(kv),
             context,
             prefill_chunk: chunk.min(context),
+            step_rows,
             turn: Mutex::new(()),
             profile: Profile::default(),
             _memory: memory,
@@ -319,6 +328,9 @@ impl Engine {
             }
             let tokens = item.tokens.iter().enumerate();
             rows.extend(tokens.map(|(at, &token)| Row { token, sequence, position: used + at }));
+        }
+        if rows.len() > self.step_rows {
+            return Err(StepError::Rows { rows: rows.len(), planned: self.step_rows });
         }
         if rows.is_empty() {
             return Ok(work.iter().map(|_| Vec::new()).collect());
@@ -459,9 +471,12 @@ fn scratch_bytes(config: &Config, chunk: usize, threads: usize) -> u64 {
             (config.heads, 2 * head_dim, 2 * kv_heads * head_dim)
         }
     };
-    let index = match &config.attention {
-        Attention::Mla { indexer: Some(indexer), .. } => indexer.heads * (indexer.head_dim + 1),
-        _ => 0,
+    // Queries and weights of the indexer and the keys it selects, and the scores of its waves.
+    let (index, waves) = match &config.attention {
+        Attention::Mla { indexer: Some(indexer), .. } if config.max_position > indexer.topk => {
+            (indexer.heads * (indexer.head_dim + 1) + 2 * indexer.topk, models::WAVE_SCORES)
+        }
+        _ => (0, 0),
     };
     let widest = config.dense_intermediate.max(config.shared_intermediate());
     let widest = widest.max(config.moe.expert_intermediate);
@@ -473,7 +488,7 @@ fn scratch_bytes(config: &Config, chunk: usize, threads: usize) -> u64 {
         + 4 * widest
         + config.moe.experts * 3;
     let per_thread = models::attention_scratch(config, chunk);
-    let floats = chunk * row + threads * per_thread + 2 * LOGIT_ROWS * config.vocab_size;
-    // What is in use, and as much again in buffers that wait for the next layer.
-    2 * floats as u64 * size_of::<f32>() as u64
+    let floats =
+        chunk * row + threads * (per_thread + waves) + waves + 2 * LOGIT_ROWS * config.vocab_size;
+    floats as u64 * size_of::<f32>() as u64
 }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use models::{Spent, Stage};
+use models::{Running, Spent, Stage};
 
 use crate::engine::Engine;
 use crate::fingerprint::Fingerprint;
@@ -109,9 +109,7 @@ impl<'a> Generation<'a> {
     ) -> Result<Generated, StepError> {
         let started = Instant::now();
         let engine = self.engine;
-        if self.options.profile {
-            engine.profile().start();
-        }
+        let clock = self.options.profile.then(|| engine.profile().start());
         let mut hidden = Vec::new();
         let mut going = true;
         let fed = engine.prefill(
@@ -142,7 +140,9 @@ impl<'a> Generation<'a> {
             prompt_tokens: fed,
             spent: None,
         };
-        engine.profile().stage(Stage::Decode);
+        if let Some(clock) = &clock {
+            clock.stage(Stage::Decode);
+        }
         let mut first_token = None;
         if fed < prompt.len() || !going || hidden.is_empty() {
             out.finish = FinishReason::Cancelled;
@@ -176,7 +176,7 @@ impl<'a> Generation<'a> {
         }
         out.decode_s = first_token.map_or(0.0, |first: Instant| first.elapsed().as_secs_f64());
         out.fingerprint = self.options.fingerprint.then(|| fingerprint.hex());
-        out.spent = engine.profile().stop();
+        out.spent = clock.map(Running::stop);
         Ok(out)
     }
 }

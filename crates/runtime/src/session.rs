@@ -72,6 +72,17 @@ pub enum StepError {
         /// Length of the context.
         context: usize,
     },
+    /// More rows in one step than memory was planned for.
+    #[error(
+        "a step of {rows} tokens, memory is planned for {planned}; \
+         feed fewer at once or raise --prefill-chunk"
+    )]
+    Rows {
+        /// Tokens of the step.
+        rows: usize,
+        /// Most that were planned for.
+        planned: usize,
+    },
     /// The model could not compute it.
     #[error(transparent)]
     Model(#[from] ModelError),

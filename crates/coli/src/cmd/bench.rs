@@ -17,6 +17,8 @@ use crate::args::{
 use crate::failure::Failure;
 use crate::{Outcome, model, output};
 
+/// Least prompt tokens of `bench ux`.
+const UX_PROMPT_LEAST: usize = 32;
 /// Bytes of text that the long-document question of `bench ux` is about, at most.
 const DOCUMENT_BYTES: usize = 6000;
 
@@ -39,7 +41,8 @@ fn decode(args: &BenchDecodeArgs) -> Outcome {
     if args.batch > 1 {
         return decode_batch(args);
     }
-    let engine = model::open_for_bench(&args.engine, READ_BYTES as u64, 1)?;
+    let positions = bench::DECODE_PROMPT + args.tokens;
+    let engine = model::open_for_bench(&args.engine, READ_BYTES as u64, 1, positions)?;
     let figures = bench::decode(&engine, args.tokens, args.options.reps)?;
     if args.options.json {
         output::print_json(&json!({
@@ -65,7 +68,8 @@ fn decode(args: &BenchDecodeArgs) -> Outcome {
 }
 
 fn decode_batch(args: &BenchDecodeArgs) -> Outcome {
-    let engine = model::open_for_bench(&args.engine, READ_BYTES as u64, args.batch)?;
+    let (held, positions) = (READ_BYTES as u64, bench::DECODE_PROMPT + args.tokens);
+    let engine = model::open_for_bench(&args.engine, held, args.batch, positions)?;
     let figures = bench::decode_batch(&engine, args.batch, args.tokens, args.options.reps)?;
     let (gain, allowed) = (figures.gain(), figures.allowed_gain());
     if args.options.json {
@@ -97,14 +101,7 @@ fn decode_batch(args: &BenchDecodeArgs) -> Outcome {
 }
 
 fn prefill(args: &BenchPrefillArgs) -> Outcome {
-    let engine = model::open_for_bench(&args.engine, READ_BYTES as u64, 1)?;
-    if args.tokens > engine.context() {
-        return Err(Failure::usage(format!(
-            "--tokens {} does not fit the context of {}",
-            args.tokens,
-            engine.context()
-        )));
-    }
+    let engine = model::open_for_bench(&args.engine, READ_BYTES as u64, 1, args.tokens)?;
     let figures = bench::prefill(&engine, args.tokens, args.options.reps)?;
     if args.options.json {
         output::print_json(&json!({
@@ -230,7 +227,7 @@ fn io(args: &BenchIoArgs) -> Outcome {
 }
 
 fn ux(args: &BenchUxArgs) -> Outcome {
-    let engine = model::open_for_bench(&args.engine, 0, 1)?;
+    let engine = model::open_for_bench(&args.engine, 0, 1, args.tokens + UX_PROMPT_LEAST)?;
     let dirs = model::dirs(&args.engine.model)?;
     let scenarios = [
         ("short chat", "What is a river, and where does it come from?".to_owned()),

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use numerics::fill;
-use numerics::simd::{Panel, Simd, TILE_ROWS, TILE_ROWS_MAX, WORDS_MAX};
+use numerics::simd::{MatrixTiles, Panel, Simd, TILE_ROWS, TILE_ROWS_MAX, TileSession, WORDS_MAX};
 use numerics::team::Columns;
 
 use super::few::weights;
@@ -22,13 +22,13 @@ type Sums = [[[f32; ROWS]; CHUNK_ROWS]; PAIR];
 
 /// How int8 rows are packed for format codes, with or without matrix tiles.
 #[inline(always)]
-pub fn packing<S: Simd, C: Codes>(matrix_tiles: bool) -> Packing {
-    if S::MATRIX_TILES && matrix_tiles {
+pub fn packing<S: Simd, C: Codes>(matrix_tiles: Option<MatrixTiles>) -> Packing {
+    if S::MATRIX_TILES && matrix_tiles.is_some() {
         // Matrix tiles multiply signed by signed.
         return Packing { bias: 0, row_unit: TILE_ROWS, matrix_tiles };
     }
     let bias = if C::SIGNED { S::S8_BIAS } else { C::BIAS as i32 };
-    Packing { bias, row_unit: S::ROWS, matrix_tiles: false }
+    Packing { bias, row_unit: S::ROWS, matrix_tiles: None }
 }
 
 /// Computes the columns of `out` for all rows.
@@ -67,24 +67,21 @@ pub fn int8_tiles<S: Simd, C: Codes>(
 ) {
     let Some((shape, _)) = job.matrix.desc.tile() else { return };
     let mut sums: Sums = [[[0.0; ROWS]; CHUNK_ROWS]; PAIR];
-    let matrix_tiles = S::MATRIX_TILES && packed.for_matrix_tiles();
-    if matrix_tiles {
-        // SAFETY: rows are packed for matrix tiles only at a level that has them.
-        unsafe { simd.tiles_begin(shape.block / 4) };
-    }
+    let tiles_in_use = packed
+        .matrix_tiles()
+        .filter(|_| S::MATRIX_TILES)
+        .map(|tiles| TileSession::begin(simd, tiles, shape.block / 4));
     for (columns, tiles) in pairs(job, out.range()) {
         for chunk in packed.chunks() {
-            if matrix_tiles {
-                int8_chunk::<S, C, true>(simd, &shape, tiles, &chunk, &mut sums);
-            } else {
-                int8_chunk::<S, C, false>(simd, &shape, tiles, &chunk, &mut sums);
+            match &tiles_in_use {
+                Some(session) if S::MATRIX_TILES => {
+                    let session = Some(session);
+                    int8_chunk::<S, C, true>(simd, session, &shape, tiles, &chunk, &mut sums);
+                }
+                _ => int8_chunk::<S, C, false>(simd, None, &shape, tiles, &chunk, &mut sums),
             }
             put(&sums, chunk.first..chunk.first + chunk.rows, columns.clone(), out);
         }
-    }
-    if matrix_tiles {
-        // SAFETY: as above.
-        unsafe { simd.tiles_end() };
     }
 }
 
@@ -121,11 +118,12 @@ fn put(sums: &Sums, rows: Range<usize>, columns: Range<usize>, out: &mut Columns
     }
 }
 
-/// Sums of one chunk of int8 rows with a pair of tiles; `TILES` says whether matrix tiles have
-/// begun.
+/// Sums of one chunk of int8 rows with a pair of tiles; `TILES` says whether there is a session of
+/// matrix tiles to multiply with.
 #[inline(always)]
 fn int8_chunk<S: Simd, C: Codes, const TILES: bool>(
     simd: S,
+    session: Option<&TileSession<S>>,
     shape: &TileShape,
     tiles: [&[u8]; PAIR],
     x: &PackedChunk<'_>,
@@ -150,11 +148,10 @@ fn int8_chunk<S: Simd, C: Codes, const TILES: bool>(
         ];
         let x_block = x.block(index);
         index += 1;
-        if S::MATRIX_TILES && TILES {
+        if TILES && let Some(session) = session {
             let units = x_block.codes.chunks(TILE_ROWS_MAX * shape.block);
             for (unit, codes) in units.enumerate() {
-                // SAFETY: `tiles` began with the words of this shape and has not ended.
-                unsafe { simd.block_products(words, &panels, codes, &mut products) };
+                session.products(&panels, codes, &mut products);
                 let first = unit * TILE_ROWS_MAX;
                 let last = (first + TILE_ROWS_MAX).min(x.rows);
                 for (at, products) in products.iter().enumerate() {
@@ -198,7 +195,7 @@ fn fill_panel<S: Simd, C: Codes, const TILES: bool>(simd: S, chunks: &[u8], pane
     for (chunk, words) in chunks.chunks_exact(C::CHUNK_BYTES).zip(panel.chunks_exact_mut(steps)) {
         for (step, word) in words.iter_mut().enumerate() {
             let codes = C::codes(simd, chunk, step);
-            let codes = match (S::MATRIX_TILES && TILES, C::SIGNED) {
+            let codes = match (TILES, C::SIGNED) {
                 (true, false) => {
                     let bias = simd.splat(u32::from_le_bytes([C::BIAS as u8; 4]));
                     simd.sub_bytes(codes, bias)

@@ -3,6 +3,7 @@
 use numerics::Compute;
 use numerics::int8::Int8Rows;
 use numerics::scratch::Buf;
+use numerics::simd::MatrixTiles;
 use numerics::team::rows_mut;
 
 use super::Rows;
@@ -18,8 +19,8 @@ pub struct Packing {
     pub bias: i32,
     /// Rows are padded with zeros to a multiple of it.
     pub row_unit: usize,
-    /// Whether matrix tiles multiply them.
-    pub matrix_tiles: bool,
+    /// The matrix tiles that multiply them, if any.
+    pub matrix_tiles: Option<MatrixTiles>,
 }
 
 /// Int8 rows, cut in chunks of equal length: per chunk and block, the codes of all its rows.
@@ -110,8 +111,8 @@ impl PackedRows {
         std::ptr::eq(self.source, x) && self.packing == packing
     }
 
-    /// Whether matrix tiles are to multiply these rows.
-    pub fn for_matrix_tiles(&self) -> bool {
+    /// The matrix tiles that are to multiply these rows.
+    pub fn matrix_tiles(&self) -> Option<MatrixTiles> {
         self.packing.matrix_tiles
     }
 

@@ -10,7 +10,7 @@ use super::{Rates, ReadLoop, tokens};
 use crate::error::LabError;
 
 /// Tokens of the prompt before the tokens that count.
-const PROMPT: usize = 8;
+pub const DECODE_PROMPT: usize = 8;
 
 /// Figures of a decode bench.
 #[derive(Clone, Debug)]
@@ -111,7 +111,7 @@ pub fn decode_batch(
         let all = run(engine, 0..batch, tokens)?;
         for (sequence, (got, want)) in all.fingerprints.iter().zip(&alone).enumerate() {
             if got != want {
-                return Err(LabError::Request(format!(
+                return Err(LabError::Check(format!(
                     "sequence {sequence} in a batch of {batch} has other logits than alone"
                 )));
             }
@@ -128,7 +128,7 @@ pub fn decode_batch(
         tok_per_s: Rates::of(together),
         single_tok_per_s: Rates::of(singles),
         single_bytes: bytes.per_token(),
-        batch_bytes: bytes.dense + (distinct * bytes.expert) as u64,
+        batch_bytes: bytes.layers + bytes.head + (distinct * bytes.expert) as u64,
         read_gb_per_s: Rates::of(reads).median,
     })
 }
@@ -150,7 +150,7 @@ fn run(engine: &Engine, sequences: std::ops::Range<usize>, count: usize) -> Resu
         .collect::<Result<_, LabError>>()?;
     let mut hidden = Vec::new();
     for (session, sequence) in sessions.iter_mut().zip(sequences.clone()) {
-        let prompt = tokens(PROMPT, vocab, sequence);
+        let prompt = tokens(DECODE_PROMPT, vocab, sequence);
         let work = Work { session, tokens: &prompt, want: Want::Last };
         hidden.extend_from_slice(&engine.step(&mut [work])?[0]);
     }
@@ -165,12 +165,14 @@ fn run(engine: &Engine, sequences: std::ops::Range<usize>, count: usize) -> Resu
     let given: Vec<Vec<u32>> =
         sequences.map(|sequence| tokens(count, vocab, 101 * sequence + 7)).collect();
     for step in 0..count {
-        let logits = engine.logits(&hidden)?;
-        for (logits, fingerprint) in logits.chunks_exact(vocab).zip(&mut fingerprints) {
-            // A few numbers tell runs apart and cost no time beside the step.
-            fingerprint.add(&logits[..vocab.min(64)]);
+        let mut fingerprints = fingerprints.iter_mut();
+        engine.each_logits(&hidden, |logits| {
+            if let Some(fingerprint) = fingerprints.next() {
+                // A few numbers tell runs apart and cost no time beside the step.
+                fingerprint.add(&logits[..vocab.min(64)]);
+            }
             std::hint::black_box(topk::argmax(logits));
-        }
+        })?;
         let mut work: Vec<Work<'_>> = sessions
             .iter_mut()
             .zip(&given)
@@ -188,8 +190,10 @@ fn run(engine: &Engine, sequences: std::ops::Range<usize>, count: usize) -> Resu
 
 /// Weight bytes of a model as decoding reads them.
 pub(super) struct WeightBytes {
-    /// Dense weights of the decoder layers and the head: read by every step.
-    pub dense: u64,
+    /// Dense weights of the decoder layers.
+    pub layers: u64,
+    /// The head.
+    pub head: u64,
     /// One expert, on average.
     pub expert: f64,
     /// Experts that one token is routed to, all layers together.
@@ -201,7 +205,7 @@ pub(super) struct WeightBytes {
 impl WeightBytes {
     /// Bytes that one token reads.
     pub fn per_token(&self) -> u64 {
-        self.dense + (self.expert * self.routed as f64) as u64
+        self.layers + self.head + (self.expert * self.routed as f64) as u64
     }
 }
 
@@ -211,16 +215,16 @@ pub(super) fn weight_bytes(engine: &Engine) -> Result<WeightBytes, LabError> {
     let stored = |spec: &TensorSpec| -> Result<u64, ContainerError> {
         Ok(model.find(spec)?.map_or(0, |source| source.bytes()))
     };
-    let mut bytes = WeightBytes { dense: 0, expert: 0.0, routed: 0, experts: 0 };
+    let mut bytes = WeightBytes { layers: 0, head: 0, expert: 0.0, routed: 0, experts: 0 };
     for spec in tensors::model_specs(config) {
         if spec.role != Role::Embedding || config.tie_embeddings {
-            bytes.dense += stored(&spec)?;
+            bytes.head += stored(&spec)?;
         }
     }
     let mut of_experts = 0;
     for layer in 0..config.layers {
         for spec in tensors::layer_specs(config, layer) {
-            bytes.dense += stored(&spec)?;
+            bytes.layers += stored(&spec)?;
         }
         if config.layer_kind(layer) == Some(LayerKind::Sparse) {
             for expert in 0..config.moe.experts {

@@ -2,11 +2,11 @@
 
 use std::fs::File;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use container::{LayerKind, Model, TensorClass};
+use container::{FileId, LayerKind, Model, TensorClass};
 use experts::load::{ExpertTable, load_expert};
 use experts::{FileSet, Reader};
 use models::Int8Classes;
@@ -52,7 +52,7 @@ pub fn io(model: &Model, repetitions: usize) -> Result<Vec<IoFigures>, LabError>
     let (mut experts, mut plain) = (Vec::new(), Vec::new());
     for _ in 0..repetitions.max(1) {
         drop_cached(model)?;
-        plain.push(plain_rate(model)?);
+        plain.push(plain_rate(model, &reader)?);
         drop_cached(model)?;
         experts.push(expert_rate(&table, &reader)?);
     }
@@ -81,32 +81,28 @@ fn open(path: &std::path::Path) -> Result<File, LabError> {
 }
 
 /// 10^9 bytes per second of plain reads.
-fn plain_rate(model: &Model) -> Result<f64, LabError> {
+fn plain_rate(model: &Model, reader: &Reader) -> Result<f64, LabError> {
     let mut pieces = Vec::new();
     let mut total = 0;
-    for shard in model.shards.files() {
-        let file = Arc::new(open(&shard.path)?);
+    for (index, shard) in model.shards.files().iter().enumerate() {
         for offset in (0..shard.len).step_by(PLAIN_BYTES) {
             if total < SAMPLE_BYTES {
-                pieces.push((file.clone(), offset));
-                total += (PLAIN_BYTES as u64).min(shard.len - offset);
+                let len = (PLAIN_BYTES as u64).min(shard.len - offset);
+                pieces.push((FileId(index as u32), offset, len as usize));
+                total += len;
             }
         }
     }
-    let (next, read) = (AtomicUsize::new(0), AtomicU64::new(0));
+    let next = AtomicUsize::new(0);
     let started = Instant::now();
-    thread::scope(|scope| {
-        for _ in 0..READERS {
-            scope.spawn(|| {
-                let mut buffer = vec![0; PLAIN_BYTES];
-                while let Some((file, offset)) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let got = std::os::unix::fs::FileExt::read_at(&**file, &mut buffer, *offset);
-                    read.fetch_add(got.unwrap_or(0) as u64, Ordering::Relaxed);
-                }
-            });
+    on_readers(|| {
+        let mut buffer = vec![0; PLAIN_BYTES];
+        while let Some(&(file, offset, len)) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+            reader.read_exact(file, offset, &mut buffer[..len])?;
         }
-    });
-    Ok(read.into_inner() as f64 / started.elapsed().as_secs_f64() / 1e9)
+        Ok(())
+    })?;
+    Ok(total as f64 / started.elapsed().as_secs_f64() / 1e9)
 }
 
 /// 10^9 bytes per second of experts loaded as the engine loads them.
@@ -124,27 +120,25 @@ fn expert_rate(table: &ExpertTable, reader: &Reader) -> Result<f64, LabError> {
     }
     let next = AtomicUsize::new(0);
     let started = Instant::now();
-    let results: Vec<Result<(), LabError>> = thread::scope(|scope| {
-        let load = || {
-            let mut buffer = Vec::new();
-            while let Some(source) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let mut slot = vec![0; source.desc.bytes()];
-                load_expert(reader, "bench", source, &mut buffer, &mut slot)?;
-            }
-            Ok(())
-        };
-        let readers: Vec<_> = (0..READERS).map(|_| scope.spawn(load)).collect();
-        readers
-            .into_iter()
-            .map(|reader| {
-                let panicked = |_| Err(LabError::Request("a reading thread panicked".to_owned()));
-                reader.join().unwrap_or_else(panicked)
-            })
-            .collect()
-    });
-    let seconds = started.elapsed().as_secs_f64();
-    results.into_iter().collect::<Result<(), _>>()?;
-    Ok(total as f64 / seconds / 1e9)
+    on_readers(|| {
+        let mut buffer = Vec::new();
+        while let Some(source) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let mut slot = vec![0; source.desc.bytes()];
+            load_expert(reader, "bench", source, &mut buffer, &mut slot)?;
+        }
+        Ok(())
+    })?;
+    Ok(total as f64 / started.elapsed().as_secs_f64() / 1e9)
+}
+
+/// Runs `work` on every reading thread; the first error of one of them.
+fn on_readers(work: impl Fn() -> Result<(), LabError> + Sync) -> Result<(), LabError> {
+    thread::scope(|scope| {
+        let readers: Vec<_> = (0..READERS).map(|_| scope.spawn(&work)).collect();
+        let panicked = |_| Err(LabError::Check("a reading thread panicked".to_owned()));
+        let join = |reader: thread::ScopedJoinHandle<'_, _>| reader.join().unwrap_or_else(panicked);
+        readers.into_iter().try_for_each(join)
+    })
 }
 
 /// A step through `len` places that visits all of them in no useful order.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use formats::{Encoder, Format, Fp8Scale, Input, MatrixDesc, QTensor, matmul};
 use numerics::{Activations, Compute, Isa, Team};
 
-use super::{Rates, ReadLoop, multiply_rate};
+use super::{Multiply, Rates, ReadLoop, multiply_rate};
 use crate::error::LabError;
 
 /// Outputs of the matrix multiplied.
@@ -16,6 +16,10 @@ const INPUTS: usize = 2048;
 /// Bytes of different matrices that a small row count goes through, so that weights come from
 /// memory: far beyond any cache.
 const STREAMED_BYTES: usize = 256 << 20;
+/// Rows up to which no level uses its matrix tiles.
+const FEW_ROWS: usize = formats::FEW_ROWS_MAX;
+/// Most rows measured: activations and results stay below some hundred megabytes.
+pub const ROWS_MAX: usize = 8192;
 /// Least time of one measurement.
 const LEAST: Duration = Duration::from_millis(60);
 
@@ -81,7 +85,8 @@ pub fn kernels(
         let copies: Vec<QTensor> = (0..copies).map(|_| tensor.clone()).collect();
         for &isa in &options.levels {
             let read = read_loop.measure(team);
-            let multiply = multiply_rate(team, isa);
+            let rates = [Multiply::Int8, Multiply::Int8Tiles, Multiply::F32]
+                .map(|what| multiply_rate(team, isa, what));
             for &activations in &options.activations {
                 let exact = activations == Activations::F32 || !format.takes_int8_activations();
                 if exact && activations == Activations::Int8 {
@@ -92,8 +97,11 @@ pub fn kernels(
                     let seconds = time(&compute, &copies, rows, options.repetitions)?;
                     let bytes = tensor.desc().bytes() as f64;
                     let products = (OUTPUTS * INPUTS * rows) as f64;
-                    // The multiply loop is one of int8; f32 products have a quarter of its lanes.
-                    let multiply = if exact { multiply / 4.0 } else { multiply };
+                    let multiply = match (exact, rows <= FEW_ROWS) {
+                        (true, _) => rates[2],
+                        (false, true) => rates[0],
+                        (false, false) => rates[1],
+                    };
                     let least = (bytes / (read * 1e9)).max(products / (multiply * 1e9));
                     each(&KernelFigures {
                         name: format!("{format} {activations} x{rows}"),

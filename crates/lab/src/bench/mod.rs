@@ -10,9 +10,9 @@ use std::time::Instant;
 
 use numerics::{Isa, Team, peak};
 
-pub use decode::{BatchFigures, DecodeFigures, decode, decode_batch};
+pub use decode::{BatchFigures, DECODE_PROMPT, DecodeFigures, decode, decode_batch};
 pub use io::{IoFigures, io};
-pub use kernels::{KernelFigures, KernelOptions, kernels};
+pub use kernels::{KernelFigures, KernelOptions, ROWS_MAX, kernels};
 pub use prefill::{PrefillFigures, prefill};
 pub use ux::{Scenario, UxFigures, ux};
 
@@ -70,14 +70,29 @@ impl ReadLoop {
     }
 }
 
-/// Products of int8 per second of all threads together, operands in registers, in 10^9.
-pub fn multiply_rate(team: &Team, isa: Isa) -> f64 {
+/// What a loop multiplies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Multiply {
+    /// int8 numbers in vectors.
+    Int8,
+    /// int8 numbers in matrix tiles where the level has them.
+    Int8Tiles,
+    /// f32 numbers.
+    F32,
+}
+
+/// Products per second of all threads together, operands in registers, in 10^9.
+pub fn multiply_rate(team: &Team, isa: Isa, what: Multiply) -> f64 {
     let iterations =
         if isa == Isa::SCALAR { MULTIPLY_ITERATIONS / 40 } else { MULTIPLY_ITERATIONS };
     let products = std::sync::atomic::AtomicU64::new(0);
     let started = Instant::now();
     team.run(team.threads(), |_| {
-        let made = peak::multiply_loop(isa, iterations);
+        let made = match what {
+            Multiply::Int8 => peak::multiply_loop(isa, false, iterations),
+            Multiply::Int8Tiles => peak::multiply_loop(isa, true, iterations),
+            Multiply::F32 => peak::multiply_f32_loop(isa, iterations),
+        };
         products.fetch_add(made, std::sync::atomic::Ordering::Relaxed);
     });
     products.into_inner() as f64 / started.elapsed().as_secs_f64() / 1e9

@@ -2,11 +2,12 @@
 
 use std::time::Instant;
 
-use container::{LayerKind, Role, tensors};
+use container::{LayerKind, tensors};
+use numerics::Activations;
 use runtime::{Engine, Want};
 
 use super::decode::weight_bytes;
-use super::{Rates, ReadLoop, multiply_rate, tokens};
+use super::{Multiply, Rates, ReadLoop, multiply_rate, tokens};
 use crate::error::LabError;
 
 /// Figures of a prefill bench.
@@ -53,7 +54,11 @@ pub fn prefill(
     let mut touched = 0;
     for repetition in 0..=repetitions.max(1) {
         let read = read_loop.measure(&compute.team);
-        let multiply = multiply_rate(&compute.team, compute.isa);
+        let what = match compute.activations {
+            Activations::Int8 => Multiply::Int8Tiles,
+            Activations::F32 => Multiply::F32,
+        };
+        let multiply = multiply_rate(&compute.team, compute.isa, what);
         let mut session = engine.session().map_err(runtime::OpenError::from)?;
         let before = engine.expert_stats();
         let started = Instant::now();
@@ -76,7 +81,7 @@ pub fn prefill(
     }
     let bytes = weight_bytes(engine)?;
     let chunks = count.div_ceil(engine.prefill_chunk()) as u64;
-    let read = bytes.dense * chunks + (touched as f64 * bytes.expert) as u64;
+    let read = bytes.layers * chunks + bytes.head + (touched as f64 * bytes.expert) as u64;
     Ok(PrefillFigures {
         tok_per_s: Rates::of(rates),
         bytes_per_token: read / count as u64,
@@ -99,6 +104,5 @@ fn products_per_token(engine: &Engine) -> u64 {
             products += expert * config.moe.top_k;
         }
     }
-    debug_assert!(!Role::Head.is_vector());
     products as u64
 }

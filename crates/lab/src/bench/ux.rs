@@ -53,7 +53,7 @@ pub fn ux(
             let run = generation.run(&mut session, &scenario.prompt, &mut |_| true)?;
             if runs.first().is_some_and(|first| first.fingerprint != run.fingerprint) {
                 let name = scenario.name;
-                return Err(LabError::Request(format!("{name}: the fingerprint drifted")));
+                return Err(LabError::Check(format!("{name}: the fingerprint drifted")));
             }
             runs.push(run);
         }

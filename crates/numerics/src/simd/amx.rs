@@ -108,7 +108,7 @@ pub unsafe fn end() {
     unsafe { asm!("tilerelease", options(nostack, nomem)) }
 }
 
-/// [`super::Simd::block_products`] in tiles.
+/// The products of [`super::TileSession::products`] in tiles.
 ///
 /// # Safety
 /// [`is_permitted`] must have said so, and [`begin`] must have been called with `words`.

@@ -2,15 +2,18 @@
 //!
 //! A kernel is a generic function over [`Simd`]; `multiversion!` compiles it once per level. Every
 //! method is defined by its result bits, so a kernel gives the same bits at each level by
-//! construction; [`Portable`] is the reference. CPU-specific code exists in `x86` only.
+//! construction; [`Portable`] is the reference. CPU-specific code exists in `x86` and
+//! `amx` only.
 
 #[cfg(target_arch = "x86_64")]
 pub mod amx;
 mod portable;
+mod tiles;
 #[cfg(target_arch = "x86_64")]
 pub mod x86;
 
 pub use portable::{Portable, e4m3_to_f32, f16_to_f32, ue8m0_to_f32};
+pub use tiles::{HardwareTiles, MatrixTiles, TileSession};
 
 /// Largest magnitude of the sum of two products in [`Simd::dot_u8`] below which every level is
 /// exact: pairs are summed in 16 bits on levels without the integer dot product.
@@ -23,7 +26,7 @@ pub const WORDS_MAX: usize = crate::int8::BLOCK_MAX / 4;
 pub type Panel = [[u8; 64]; WORDS_MAX];
 /// Rows of activations come in multiples of it where levels multiply in matrix tiles.
 pub const TILE_ROWS: usize = 16;
-/// Most rows of one call of [`Simd::block_products`].
+/// Most rows of one call of [`TileSession::products`].
 pub const TILE_ROWS_MAX: usize = 32;
 /// Integer products of a block: per panel, row and output.
 pub type BlockProducts = [[[i32; 16]; TILE_ROWS_MAX]; 2];
@@ -36,8 +39,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     type F: Copy;
     /// [`Simd::dot_s8`] returns its sum plus this many times the sum of the inputs `x`.
     const S8_BIAS: i32;
-    /// Whether kernels carry a way through matrix tiles ([`Simd::block_products`]), to be taken
-    /// where the level chosen has them.
+    /// Whether kernels carry a way through matrix tiles ([`TileSession`]), to be taken where the
+    /// level chosen has them.
     const MATRIX_TILES: bool = false;
     /// Rows of activations whose sums, beside the weights, fit the registers: 2, 4 or 8.
     const ROWS: usize;
@@ -150,12 +153,12 @@ pub trait Simd: Copy + Send + Sync + 'static {
         self.load_f32(&sums)
     }
 
-    /// Prepares the thread for [`Simd::block_products`] of blocks of `words` words, at most
-    /// [`WORDS_MAX`].
+    /// Shapes the thread's tiles for blocks of `words` words, at most [`WORDS_MAX`]; see
+    /// [`TileSession`].
     ///
     /// # Safety
     /// The CPU and the system must let the process use matrix tiles, as a level of
-    /// [`Isa::has_matrix_tiles`](crate::Isa::has_matrix_tiles) proves.
+    /// [`Isa::matrix_tiles`](crate::Isa::matrix_tiles) proves.
     #[inline(always)]
     unsafe fn tiles_begin(self, _words: usize) {}
 
@@ -166,33 +169,19 @@ pub trait Simd: Copy + Send + Sync + 'static {
     #[inline(always)]
     unsafe fn tiles_end(self) {}
 
-    /// `out[p][r][l]` = the exact sum over the first `words` words of the products of the signed
-    /// bytes of panel `p` for output `l` with row `r` of `x`. Rows have `4 words` bytes; they are
-    /// [`TILE_ROWS`] or [`TILE_ROWS_MAX`] in number.
+    /// The products of a [`TileSession`] in tiles.
     ///
     /// # Safety
-    /// The last call of [`Simd::tiles_begin`] on this thread must have been with these `words`,
-    /// and [`Simd::tiles_end`] not called since.
+    /// As [`Simd::tiles_begin`], which must have been the last such call on this thread, with these
+    /// `words`, and [`Simd::tiles_end`] not called since.
     #[inline(always)]
     unsafe fn block_products(
         self,
-        words: usize,
-        panels: &[Panel; 2],
-        x: &[i8],
-        out: &mut BlockProducts,
+        _words: usize,
+        _panels: &[Panel; 2],
+        _x: &[i8],
+        _out: &mut BlockProducts,
     ) {
-        for (panel, out) in panels.iter().zip(out) {
-            for (x, out) in x.chunks_exact(4 * words).zip(out) {
-                *out = [0; 16];
-                for (word, four) in panel.iter().zip(x.as_chunks::<4>().0) {
-                    for (out, weights) in out.iter_mut().zip(word.as_chunks::<4>().0) {
-                        for (weight, x) in weights.iter().zip(four) {
-                            *out += i32::from(*weight as i8) * i32::from(*x);
-                        }
-                    }
-                }
-            }
-        }
     }
 }
 

@@ -1,0 +1,3 @@
+//! The engine on synthetic models, which can be longer than the fixtures.
+
+mod long_context;
