@@ -85,8 +85,8 @@ fn contexts_of_several_key_blocks_have_the_same_bits_whatever_chunk_threads_and_
         let ids = ids(TOKENS);
         let run = |change: &dyn Fn(&mut EngineOptions)| {
             let engine = open(&dir, change);
-            let fingerprint = fingerprint(&engine, &mut engine.session().unwrap(), &ids);
-            fingerprint
+            let mut session = engine.session().unwrap();
+            fingerprint(&engine, &mut session, &ids)
         };
         let want = run(&|_| {});
         for chunk in [37, 100] {
