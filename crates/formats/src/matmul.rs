@@ -137,9 +137,9 @@ fn group<T, R>(
     Ok(made)
 }
 
-/// For each of up to [`EXPERTS_MAX`] experts and its rows of the input: silu of the product with its
-/// gate, times the product with its up matrix, one expert after the other in `out`. One piece of
-/// parallel work.
+/// For each of up to [`EXPERTS_MAX`] experts and its rows of the input: silu of the product with
+/// its gate, times the product with its up matrix, one expert after the other in `out`. One piece
+/// of parallel work.
 pub(crate) fn gated(
     compute: &Compute,
     experts: &[ExpertWork<'_>],

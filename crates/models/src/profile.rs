@@ -69,8 +69,8 @@ struct Clock {
     spent: Spent,
 }
 
-/// The clock of an engine's steps. It stands still until started; activities are entered by the thread
-/// that makes the step.
+/// The clock of an engine's steps. It stands still until started; activities are entered by the
+/// thread that makes the step.
 #[derive(Default)]
 pub struct Profile {
     running: AtomicBool,
