@@ -496,7 +496,7 @@ pub struct BenchKernelsArgs {
     /// Levels, comma-separated, or all [default: the CPU's highest]
     #[arg(long, value_name = "LEVELS", value_delimiter = ',', env = "COLI_ISA")]
     pub isa: Vec<String>,
-    /// Activation modes: int8, f32 or both
+    /// Activation modes, comma-separated: int8, f32
     #[arg(long, value_name = "MODES", value_delimiter = ',', default_value = "int8,f32",
           value_parser = parse_activations)]
     pub activations: Vec<Activations>,

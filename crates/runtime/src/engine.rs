@@ -27,6 +27,9 @@ pub const PREFILL_CHUNK: usize = 512;
 /// Rows whose logits are computed together: enough to share the head's weights, few enough for a
 /// large vocabulary.
 const LOGIT_ROWS: usize = 8;
+/// Megabytes by which the process's own memory differs from run to run: added to the least ceiling
+/// that is named, so that naming it again is enough.
+const PROCESS_VARIES_MB: f64 = 1.0;
 /// Share of the working memory in use that is kept besides, for buffers to be used again.
 const SCRATCH_KEPT_SHARE: u64 = 4;
 /// Least context the default plan aims at before it gives memory to the expert cache.
@@ -171,7 +174,7 @@ impl Plan {
         ];
         let parts = parts.map(|(name, bytes)| format!("{name} {:.1} MB", bytes as f64 / 1e6));
         Err(OpenError::Ceiling {
-            needed_gb: format!("{:.3}", (needed as f64 / 1e6).ceil() / 1e3),
+            needed_gb: format!("{:.3}", (needed as f64 / 1e6 + PROCESS_VARIES_MB).ceil() / 1e3),
             parts: parts.join(", "),
             limit_gb: format!("{:.3}", limit as f64 / 1e9),
         })

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use container::{ChatTemplate, Tokenizer};
+use formats::Format;
 use lab::bench::{self, KernelFigures, KernelOptions, READ_BYTES, Rates, Scenario};
 use numerics::{Activations, Isa, Level, Team};
 use runtime::Engine;
@@ -41,7 +42,7 @@ fn decode(args: &BenchDecodeArgs) -> Outcome {
     if args.batch > 1 {
         return decode_batch(args);
     }
-    let positions = bench::DECODE_PROMPT + args.tokens;
+    let positions = args.tokens.saturating_add(bench::DECODE_PROMPT);
     let engine = model::open_for_bench(&args.engine, READ_BYTES as u64, 1, positions)?;
     let figures = bench::decode(&engine, args.tokens, args.options.reps)?;
     if args.options.json {
@@ -68,7 +69,7 @@ fn decode(args: &BenchDecodeArgs) -> Outcome {
 }
 
 fn decode_batch(args: &BenchDecodeArgs) -> Outcome {
-    let (held, positions) = (READ_BYTES as u64, bench::DECODE_PROMPT + args.tokens);
+    let (held, positions) = (READ_BYTES as u64, args.tokens.saturating_add(bench::DECODE_PROMPT));
     let engine = model::open_for_bench(&args.engine, held, args.batch, positions)?;
     let figures = bench::decode_batch(&engine, args.batch, args.tokens, args.options.reps)?;
     let (gain, allowed) = (figures.gain(), figures.allowed_gain());
@@ -147,6 +148,15 @@ fn kernels(args: &BenchKernelsArgs) -> Outcome {
         },
         repetitions: args.options.reps,
     };
+    let exact = |format: &Format| !format.takes_int8_activations();
+    if options.activations == [Activations::Int8]
+        && !options.formats.is_empty()
+        && options.formats.iter().all(exact)
+    {
+        return Err(Failure::usage(
+            "these formats take no int8 activations; give --activations f32",
+        ));
+    }
     let mut all = Vec::new();
     if !args.options.json {
         say!("{}, matrix of 1024 x 2048", output::counted(threads, "thread"));
@@ -192,8 +202,13 @@ fn levels(names: &[String]) -> Result<Vec<Isa>, Failure> {
             .map(|name| {
                 let level: Level =
                     name.parse().map_err(|error| Failure::usage(format!("--isa: {error}")))?;
-                let missing = || Failure::usage(format!("--isa: this CPU does not have {level}"));
-                Isa::at(level).ok_or_else(missing)
+                Isa::at(level).ok_or_else(|| {
+                    let have: Vec<_> = Isa::available().map(|isa| isa.level().name()).collect();
+                    Failure::usage(format!(
+                        "--isa: this CPU does not have {level}; it has {}",
+                        have.join(", ")
+                    ))
+                })
             })
             .collect(),
     }
@@ -227,7 +242,8 @@ fn io(args: &BenchIoArgs) -> Outcome {
 }
 
 fn ux(args: &BenchUxArgs) -> Outcome {
-    let engine = model::open_for_bench(&args.engine, 0, 1, args.tokens + UX_PROMPT_LEAST)?;
+    let engine =
+        model::open_for_bench(&args.engine, 0, 1, args.tokens.saturating_add(UX_PROMPT_LEAST))?;
     let dirs = model::dirs(&args.engine.model)?;
     let scenarios = [
         ("short chat", "What is a river, and where does it come from?".to_owned()),

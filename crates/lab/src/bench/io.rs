@@ -48,6 +48,9 @@ pub fn io(model: &Model, repetitions: usize) -> Result<Vec<IoFigures>, LabError>
         .map(|layer| (layer, config.moe.experts));
     let int8 = Int8Classes::default().contains(TensorClass::Experts);
     let table = ExpertTable::new(model, layers, int8)?;
+    if table.iter().next().is_none() {
+        return Err(LabError::Request("this model has no routed experts to read".to_owned()));
+    }
     let reader = Reader::new(Arc::new(FileSet::open(&model.shards)?));
     let (mut experts, mut plain) = (Vec::new(), Vec::new());
     for _ in 0..repetitions.max(1) {
