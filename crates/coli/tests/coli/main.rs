@@ -1,5 +1,6 @@
 //! The program as a user runs it.
 
+mod bench;
 mod commands;
 mod convert;
 mod hostile;
