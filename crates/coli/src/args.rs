@@ -104,7 +104,7 @@ pub struct EngineArgs {
     #[arg(long, value_name = "N", env = "COLI_CACHE_EXPERTS", value_parser = parse_count)]
     pub cache_experts: Option<usize>,
     /// Force an instruction-set level: scalar, avx2, avxvnni, avx512, avx512vnni, amx [default:
-    /// the CPU's highest]
+    /// the CPU's highest but amx]
     #[arg(long, value_name = "LEVEL", env = "COLI_ISA", value_parser = parse_level)]
     pub isa: Option<Level>,
 }
@@ -493,7 +493,7 @@ pub struct BenchKernelsArgs {
     #[arg(long, value_name = "COUNTS", value_delimiter = ',', default_value = "1,4,16,64,256",
           value_parser = parse_rows)]
     pub rows: Vec<usize>,
-    /// Levels, comma-separated, or all [default: the CPU's highest]
+    /// Levels, comma-separated, or all [default: the CPU's highest but amx]
     #[arg(long, value_name = "LEVELS", value_delimiter = ',', env = "COLI_ISA")]
     pub isa: Vec<String>,
     /// Activation modes, comma-separated: int8, f32
@@ -568,25 +568,23 @@ fn parse_count(text: &str) -> Result<usize, String> {
 /// Most sequences of one batch.
 const BATCH_MAX: usize = 1024;
 
-fn parse_batch(text: &str) -> Result<usize, String> {
+fn parse_count_up_to(text: &str, most: usize) -> Result<usize, String> {
     match parse_count(text)? {
-        count if count <= BATCH_MAX => Ok(count),
-        _ => Err(format!("must be at most {BATCH_MAX}")),
+        count if count <= most => Ok(count),
+        _ => Err(format!("must be at most {most}")),
     }
+}
+
+fn parse_batch(text: &str) -> Result<usize, String> {
+    parse_count_up_to(text, BATCH_MAX)
 }
 
 fn parse_rows(text: &str) -> Result<usize, String> {
-    match parse_count(text)? {
-        count if count <= lab::bench::ROWS_MAX => Ok(count),
-        _ => Err(format!("must be at most {}", lab::bench::ROWS_MAX)),
-    }
+    parse_count_up_to(text, lab::bench::ROWS_MAX)
 }
 
 fn parse_threads(text: &str) -> Result<usize, String> {
-    match parse_count(text)? {
-        count if count <= numerics::team::THREADS_MAX => Ok(count),
-        _ => Err(format!("must be at most {}", numerics::team::THREADS_MAX)),
-    }
+    parse_count_up_to(text, numerics::team::THREADS_MAX)
 }
 
 fn parse_activations(text: &str) -> Result<Activations, String> {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use container::{ByteRange, ContainerError, Model, QSource};
+use container::{ByteRange, ContainerError, LayerKind, Model, QSource};
 use formats::{ExpertDesc, Format, FormatError, MatrixDesc, QTensor};
 use numerics::Isa;
 
@@ -219,6 +219,15 @@ impl ExpertTable {
             }
         }
         Ok(table)
+    }
+
+    /// The experts of every sparse decoder layer of a model.
+    pub fn of(model: &Model, int8: bool) -> Result<ExpertTable, ContainerError> {
+        let config = &model.config;
+        let layers = (0..config.layers)
+            .filter(|layer| config.layer_kind(*layer) == Some(LayerKind::Sparse))
+            .map(|layer| (layer, config.moe.experts));
+        ExpertTable::new(model, layers, int8)
     }
 
     /// Number of layers, those without experts included.

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use formats::{EXPERTS_MAX, ExpertRef, ExpertWork, FfnError, expert_ffns};
+use formats::{EXPERTS_MAX, ExpertRef, ExpertWork, FfnError, expert_ffns, expert_of_row};
 use numerics::{Compute, FirstError, NumericError, combine};
 
 use crate::backend::{ExpertBackend, ExpertError, ExpertRows, ExpertStats, RoutedBatch};
@@ -127,11 +127,8 @@ fn add_experts(
         }
     });
     errors.result().map_err(|error| {
-        let (mut at, mut row) = (0, error.row());
-        while at + 1 < work.len() && row >= work[at].0.rows.len() {
-            row -= work[at].0.rows.len();
-            at += 1;
-        }
+        let counts = work.iter().map(|(rows, _)| rows.rows.len());
+        let (at, row) = expert_of_row(counts, error.row());
         of_expert(at, error.in_row(row))
     })
 }

@@ -163,11 +163,21 @@ pub fn expert_ffns(
     matmul::gated(compute, experts, input, &mut hidden).map_err(FfnError::Input)?;
     let hidden = Input::new("expert intermediate", hidden, intermediate);
     matmul::projected(compute, experts, counts, &hidden, out).map_err(|error| {
-        let (mut at, mut row) = (0, error.row());
-        while at + 1 < counts.len() && row >= counts[at] {
-            row -= counts[at];
-            at += 1;
-        }
+        let (at, row) = expert_of_row(counts.iter().copied(), error.row());
         FfnError::Expert { at, error: error.in_row(row) }
     })
+}
+
+/// The expert that a row belongs to, and the row among the expert's own, where the rows of one
+/// expert follow those of another; `counts` are their numbers of rows. A row beyond them counts
+/// as the last one's.
+pub fn expert_of_row(counts: impl Iterator<Item = usize>, row: usize) -> (usize, usize) {
+    let (mut at, mut first, mut end) = (0, 0, 0);
+    for (expert, count) in counts.enumerate() {
+        if row < end && expert > 0 {
+            break;
+        }
+        (at, first, end) = (expert, end, end + count);
+    }
+    (at, row - first)
 }

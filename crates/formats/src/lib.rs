@@ -26,7 +26,10 @@ pub mod tile;
 pub use buffer::Buffer;
 pub use encode::Encoder;
 pub use error::FormatError;
-pub use ffn::{EXPERTS_MAX, ExpertDesc, ExpertRef, ExpertWork, FfnError, expert_ffn, expert_ffns};
+pub use ffn::{
+    EXPERTS_MAX, ExpertDesc, ExpertRef, ExpertWork, FfnError, expert_ffn, expert_ffns,
+    expert_of_row,
+};
 pub use format::{Format, Fp8Scale, ScaleType};
 pub use input::Input;
 #[doc(hidden)]

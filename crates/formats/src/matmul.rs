@@ -151,15 +151,8 @@ pub(crate) fn gated(
         Prepared::new(compute, &of_level(compute), matrices, input, rows)
     })?;
     let width = experts[0].expert.gate.desc.rows();
-    let step = compute.team.step(width, GRAIN);
-    let mut rest = out;
-    let mut targets = fill_targets(&prepared, |prepared| {
-        let (mine, others) = std::mem::take(&mut rest).split_at_mut(prepared.rows.count * width);
-        rest = others;
-        Target::new(mine, width, step)
-    });
-    let targets = &mut targets[..experts.len()];
-    compute.team.columns_of(targets, |expert, out| {
+    let mut targets = targets_of(compute, &prepared, width, out);
+    compute.team.columns_of(&mut targets[..experts.len()], |expert, out| {
         let Some(prepared) = &prepared[expert] else { return };
         run(compute.isa, &prepared.job(0), out);
         let mut ups = compute.scratch.filled_later(out.rows() * out.range().len());
@@ -190,15 +183,8 @@ pub(crate) fn projected(
         Prepared::new(compute, &of_level(compute), [work.expert.down], hidden, rows)
     })?;
     let width = experts[0].expert.down.desc.rows();
-    let step = compute.team.step(width, GRAIN);
-    let mut rest = out;
-    let mut targets = fill_targets(&prepared, |prepared| {
-        let (mine, others) = std::mem::take(&mut rest).split_at_mut(prepared.rows.count * width);
-        rest = others;
-        Target::new(mine, width, step)
-    });
-    let targets = &mut targets[..experts.len()];
-    compute.team.columns_of(targets, |expert, out| {
+    let mut targets = targets_of(compute, &prepared, width, out);
+    compute.team.columns_of(&mut targets[..experts.len()], |expert, out| {
         if let Some(prepared) = &prepared[expert] {
             run(compute.isa, &prepared.job(0), out);
         }
@@ -206,15 +192,21 @@ pub(crate) fn projected(
     Ok(())
 }
 
-/// A target for each of a group; empty ones for the rest.
-fn fill_targets<'a, P>(
-    prepared: &[Option<P>; EXPERTS_MAX],
-    mut target: impl FnMut(&P) -> Target<'a>,
+/// A target for the rows of each of a group, `width` outputs wide and one after the other in `out`;
+/// empty ones for the rest.
+fn targets_of<'a, const N: usize>(
+    compute: &Compute,
+    prepared: &[Option<Prepared<'_, N>>; EXPERTS_MAX],
+    width: usize,
+    out: &'a mut [f32],
 ) -> [Target<'a>; EXPERTS_MAX] {
-    let mut at = 0;
-    [(); EXPERTS_MAX].map(|()| {
-        at += 1;
-        prepared[at - 1].as_ref().map_or_else(|| Target::new(&mut [], 0, 1), &mut target)
+    let step = compute.team.step(width, GRAIN);
+    let mut rest = out;
+    prepared.each_ref().map(|prepared| {
+        let rows = prepared.as_ref().map_or(0, |prepared| prepared.rows.count);
+        let (mine, others) = std::mem::take(&mut rest).split_at_mut(rows * width);
+        rest = others;
+        Target::new(mine, width, step)
     })
 }
 

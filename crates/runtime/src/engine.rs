@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use container::{Attention, Config, ContainerError, LayerKind, Model, TensorClass};
+use container::{Attention, Config, ContainerError, Model, TensorClass};
 use experts::load::ExpertTable;
 use experts::local::StartError;
 use experts::{
@@ -193,7 +193,8 @@ impl Engine {
         let reader = Reader::new(Arc::new(files));
         let threads = options.threads.unwrap_or_else(|| Machine::default().compute_threads());
         let compute = Compute::new(options.isa, Arc::new(Team::new(threads)?), options.activations);
-        let table = expert_table(&model, options.int8_classes)?;
+        let int8_experts = options.int8_classes.contains(TensorClass::Experts);
+        let table = ExpertTable::of(&model, int8_experts)?;
         let machine = Machine::default();
         let limit = options.ram_bytes.unwrap_or_else(|| {
             machine.default_ceiling().map_or(CEILING_UNKNOWN, |bound| bound.bytes)
@@ -417,15 +418,6 @@ impl Engine {
         }
         Ok(done)
     }
-}
-
-/// The experts of every sparse decoder layer.
-fn expert_table(model: &Model, int8: Int8Classes) -> Result<ExpertTable, ContainerError> {
-    let config = &model.config;
-    let layers = (0..config.layers)
-        .filter(|layer| config.layer_kind(*layer) == Some(LayerKind::Sparse))
-        .map(|layer| (layer, config.moe.experts));
-    ExpertTable::new(model, layers, int8.contains(TensorClass::Experts))
 }
 
 /// Rotary numbers per head.

@@ -368,3 +368,9 @@ fn the_public_row_decoder_agrees_with_the_stored_matrix() {
     );
     assert_eq!(row, decoded(&encoded)[130..]);
 }
+
+#[test]
+fn a_row_of_several_experts_is_found_with_its_expert() {
+    let find = |row| formats::expert_of_row([2, 1, 3].into_iter(), row);
+    assert_eq!([0, 1, 2, 3, 5, 7].map(find), [(0, 0), (0, 1), (1, 0), (2, 0), (2, 2), (2, 4)]);
+}

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use container::{FileId, LayerKind, Model, TensorClass};
+use container::{FileId, Model, TensorClass};
 use experts::load::{ExpertTable, load_expert};
 use experts::{FileSet, Reader};
 use models::Int8Classes;
@@ -42,12 +42,8 @@ impl IoFigures {
 /// Loads experts in a scattered order and reads the files plainly, in turns, each time with the
 /// files dropped from the page cache of this machine.
 pub fn io(model: &Model, repetitions: usize) -> Result<Vec<IoFigures>, LabError> {
-    let config = &model.config;
-    let layers = (0..config.layers)
-        .filter(|layer| config.layer_kind(*layer) == Some(LayerKind::Sparse))
-        .map(|layer| (layer, config.moe.experts));
     let int8 = Int8Classes::default().contains(TensorClass::Experts);
-    let table = ExpertTable::new(model, layers, int8)?;
+    let table = ExpertTable::of(model, int8)?;
     if table.iter().next().is_none() {
         return Err(LabError::Request("this model has no routed experts to read".to_owned()));
     }
