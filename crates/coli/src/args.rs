@@ -104,7 +104,7 @@ pub struct EngineArgs {
     #[arg(long, value_name = "N", env = "COLI_CACHE_EXPERTS", value_parser = parse_count)]
     pub cache_experts: Option<usize>,
     /// Force an instruction-set level: scalar, avx2, avxvnni, avx512, avx512vnni, amx [default:
-    /// the CPU's highest but amx]
+    /// the CPU's highest]
     #[arg(long, value_name = "LEVEL", env = "COLI_ISA", value_parser = parse_level)]
     pub isa: Option<Level>,
 }
@@ -493,7 +493,7 @@ pub struct BenchKernelsArgs {
     #[arg(long, value_name = "COUNTS", value_delimiter = ',', default_value = "1,4,16,64,256",
           value_parser = parse_rows)]
     pub rows: Vec<usize>,
-    /// Levels, comma-separated, or all [default: the CPU's highest but amx]
+    /// Levels, comma-separated, or all [default: the CPU's highest]
     #[arg(long, value_name = "LEVELS", value_delimiter = ',', env = "COLI_ISA")]
     pub isa: Vec<String>,
     /// Activation modes, comma-separated: int8, f32

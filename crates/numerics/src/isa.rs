@@ -93,12 +93,9 @@ impl Isa {
     /// The portable level, which every CPU has.
     pub const SCALAR: Isa = Isa(Level::Scalar);
 
-    /// The highest level of this CPU that is chosen by itself. AMX must be asked for: its tiles
-    /// have not run on hardware yet, and a long run in an emulator ended with an illegal
-    /// instruction.
+    /// The highest level of this CPU.
     pub fn detect() -> Isa {
-        let chosen = Level::ALL.into_iter().rev().filter(|level| *level != Level::Amx);
-        chosen.filter_map(Isa::at).next().unwrap_or(Isa::SCALAR)
+        Level::ALL.into_iter().rev().find_map(Isa::at).unwrap_or(Isa::SCALAR)
     }
 
     /// The given level, if this CPU has it.
