@@ -74,7 +74,9 @@ impl Moe {
             }
         });
         let batch = RoutedBatch::new(&compute.scratch, x, &routes, top_k, count);
-        let mut sum = compute.scratch.zeroed(x.rows() * x.cols());
+        let mut sum = compute.scratch.filled_later(x.rows() * x.cols());
+        let parts = rows_mut(&mut sum, x.cols());
+        compute.team.rows(x.rows(), ROUTE_GRAIN, parts, |_, sum| sum.fill(0));
         profile.enter(Activity::ExpertsLocal);
         let wait_s = || if profile.is_running() { experts.stats().wait_s } else { 0.0 };
         let waited_s = wait_s();

@@ -50,7 +50,9 @@ element!(f32, i8, i32, u32, i64);
 
 /// A buffer on loan; it goes back when dropped.
 pub struct Buf<T: Element> {
+    /// At least `len` elements.
     data: Vec<T>,
+    len: usize,
     home: Option<Scratch>,
 }
 
@@ -76,55 +78,52 @@ impl Scratch {
 
     /// A buffer of `len` zeros.
     pub fn zeroed<T: Element>(&self, len: usize) -> Buf<T> {
-        let mut data = self.take(len);
-        data.clear();
-        data.resize(len, T::default());
-        Buf { data, home: Some(self.clone()) }
+        match self.take(len) {
+            Some(mut data) => {
+                data[..len].fill(T::default());
+                Buf { data, len, home: Some(self.clone()) }
+            }
+            None => self.new_buf(len),
+        }
     }
 
     /// A buffer of `len` elements to be written before they are read: they hold anything.
     pub fn filled_later<T: Element>(&self, len: usize) -> Buf<T> {
-        let mut data = self.take(len);
-        if data.len() > len {
-            data.truncate(len);
-        } else {
-            data.resize(len, T::default());
+        match self.take(len) {
+            Some(data) => Buf { data, len, home: Some(self.clone()) },
+            None => self.new_buf(len),
         }
-        Buf { data, home: Some(self.clone()) }
     }
 
     /// A copy of a slice.
     pub fn copy<T: Element>(&self, from: &[T]) -> Buf<T> {
-        let mut data = self.take(from.len());
-        data.clear();
-        data.extend_from_slice(from);
-        Buf { data, home: Some(self.clone()) }
+        let mut copy = self.filled_later(from.len());
+        copy.copy_from_slice(from);
+        copy
     }
 
-    /// The smallest free buffer that holds `len` elements and not far more, or a new one.
-    fn take<T: Element>(&self, len: usize) -> Vec<T> {
-        let capacity = size_class(len);
+    /// A new buffer of zeros.
+    fn new_buf<T: Element>(&self, len: usize) -> Buf<T> {
+        Buf { data: vec![T::default(); size_class(len)], len, home: Some(self.clone()) }
+    }
+
+    /// The smallest free buffer that holds `len` elements and not far more.
+    fn take<T: Element>(&self, len: usize) -> Option<Vec<T>> {
         let mut free = T::pool(self).free.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = |buffer: &Vec<T>| (len..=2 * capacity).contains(&buffer.capacity());
-        let best = free
+        let fits = |buffer: &Vec<T>| (len..=2 * size_class(len)).contains(&buffer.len());
+        let (at, _) = free
             .iter()
             .enumerate()
             .filter(|(_, buffer)| fits(buffer))
-            .min_by_key(|(_, buffer)| buffer.capacity())
-            .map(|(at, _)| at);
-        match best {
-            Some(at) => {
-                let buffer = free.remove(at);
-                self.kept.bytes.fetch_sub(buffer.capacity() * size_of::<T>(), Ordering::Relaxed);
-                buffer
-            }
-            None => Vec::with_capacity(capacity),
-        }
+            .min_by_key(|(_, buffer)| buffer.len())?;
+        let buffer = free.remove(at);
+        self.kept.bytes.fetch_sub(buffer.len() * size_of::<T>(), Ordering::Relaxed);
+        Some(buffer)
     }
 
     /// Keeps a buffer; those that waited longest make room for it.
     fn give<T: Element>(&self, buffer: Vec<T>) {
-        let bytes = buffer.capacity() * size_of::<T>();
+        let bytes = buffer.len() * size_of::<T>();
         let limit = self.kept.limit.load(Ordering::Relaxed);
         if bytes == 0 || bytes > limit {
             return;
@@ -132,7 +131,7 @@ impl Scratch {
         let mut free = T::pool(self).free.lock().unwrap_or_else(PoisonError::into_inner);
         let mut kept = self.kept.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
         while kept > limit && !free.is_empty() {
-            let freed = free.remove(0).capacity() * size_of::<T>();
+            let freed = free.remove(0).len() * size_of::<T>();
             kept = self.kept.bytes.fetch_sub(freed, Ordering::Relaxed) - freed;
         }
         if kept > limit {
@@ -153,7 +152,7 @@ fn size_class(len: usize) -> usize {
 impl<T: Element> From<Vec<T>> for Buf<T> {
     /// A buffer that belongs to no pool.
     fn from(data: Vec<T>) -> Buf<T> {
-        Buf { data, home: None }
+        Buf { len: data.len(), data, home: None }
     }
 }
 
@@ -169,25 +168,25 @@ impl<T: Element> Deref for Buf<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        &self.data
+        &self.data[..self.len]
     }
 }
 
 impl<T: Element> DerefMut for Buf<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        &mut self.data
+        &mut self.data[..self.len]
     }
 }
 
 impl<T: Element> Default for Buf<T> {
     fn default() -> Self {
-        Buf { data: Vec::new(), home: None }
+        Buf { data: Vec::new(), len: 0, home: None }
     }
 }
 
 impl<T: Element + std::fmt::Debug> std::fmt::Debug for Buf<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.data.fmt(f)
+        self[..].fmt(f)
     }
 }
 
@@ -221,7 +220,7 @@ mod tests {
         assert_eq!(scratch.kept.bytes.load(Ordering::Relaxed), 4 * 512);
         drop(scratch.zeroed::<i64>(200));
         let free = scratch.i64.free.lock().unwrap();
-        assert_eq!(free.iter().map(Vec::capacity).collect::<Vec<_>>(), [256]);
+        assert_eq!(free.iter().map(Vec::len).collect::<Vec<_>>(), [256]);
         assert_eq!(scratch.kept.bytes.load(Ordering::Relaxed), 2048);
     }
 
@@ -239,7 +238,7 @@ mod tests {
         let scratch = Scratch::default();
         drop(scratch.zeroed::<f32>(1000));
         let small = scratch.zeroed::<f32>(10);
-        assert!(small.data.capacity() < 1000);
+        assert!(small.data.len() < 1000);
         assert_eq!(scratch.filled_later::<f32>(999).len(), 999);
     }
 }

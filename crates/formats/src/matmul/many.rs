@@ -18,7 +18,7 @@ use crate::tile::{Codes, ROWS, Scaling, TileShape};
 const PAIR: usize = 2;
 
 /// Sums of a pair of tiles, per row of a chunk.
-type Sums = [[[f32; ROWS]; CHUNK_ROWS]; PAIR];
+type Sums = [[[f32; ROWS]; PAIR]; CHUNK_ROWS];
 
 /// How int8 rows are packed for format codes, with or without matrix tiles.
 #[inline(always)]
@@ -66,7 +66,7 @@ pub fn int8_tiles<S: Simd, C: Codes>(
     out: &mut Columns<'_>,
 ) {
     let Some((shape, _)) = job.matrix.desc.tile() else { return };
-    let mut sums: Sums = [[[0.0; ROWS]; CHUNK_ROWS]; PAIR];
+    let mut sums: Sums = [[[0.0; ROWS]; PAIR]; CHUNK_ROWS];
     let tiles_in_use = packed
         .matrix_tiles()
         .filter(|_| S::MATRIX_TILES)
@@ -95,7 +95,7 @@ fn f32_tiles<S: Simd, C: Codes>(
     out: &mut Columns<'_>,
 ) {
     let Some((shape, _)) = job.matrix.desc.tile() else { return };
-    let mut sums: Sums = [[[0.0; ROWS]; CHUNK_ROWS]; PAIR];
+    let mut sums: Sums = [[[0.0; ROWS]; PAIR]; CHUNK_ROWS];
     for (columns, tiles) in pairs(job, out.range()) {
         for first in (0..job.rows.count).step_by(CHUNK_ROWS) {
             let count = CHUNK_ROWS.min(job.rows.count - first);
@@ -111,9 +111,9 @@ fn f32_tiles<S: Simd, C: Codes>(
 #[inline(always)]
 fn put(sums: &Sums, rows: Range<usize>, columns: Range<usize>, out: &mut Columns<'_>) {
     for (at, row) in rows.enumerate() {
-        put_tile(out, row, columns.clone(), &sums[0][at]);
+        put_tile(out, row, columns.clone(), &sums[at][0]);
         if columns.len() > ROWS {
-            put_tile(out, row, columns.start + ROWS..columns.end, &sums[1][at]);
+            put_tile(out, row, columns.start + ROWS..columns.end, &sums[at][1]);
         }
     }
 }
@@ -132,9 +132,7 @@ fn int8_chunk<S: Simd, C: Codes, const TILES: bool>(
     let words = shape.block / 4;
     let mut panels: [Panel; PAIR] = [[[0; 64]; WORDS_MAX]; PAIR];
     let mut products = [[[0; ROWS]; TILE_ROWS_MAX]; PAIR];
-    for sums in sums.iter_mut() {
-        sums[..x.rows].fill([0.0; ROWS]);
-    }
+    sums[..x.rows].fill([[0.0; ROWS]; PAIR]);
     let [mut low, mut high] = [shape.blocks::<C>(tiles[0]), shape.blocks::<C>(tiles[1])];
     let mut index = 0;
     while let (Some(low), Some(high)) = (low.next(), high.next()) {
@@ -155,33 +153,31 @@ fn int8_chunk<S: Simd, C: Codes, const TILES: bool>(
                 let first = unit * TILE_ROWS_MAX;
                 let last = (first + TILE_ROWS_MAX).min(x.rows);
                 for (at, products) in products.iter().enumerate() {
-                    let rows = sums[at][first..last].iter_mut().zip(products);
-                    for ((sum, product), x_scale) in rows.zip(&x_block.scales[first..last]) {
+                    let rows = sums[first..last].iter_mut().zip(products);
+                    for ((sums, product), x_scale) in rows.zip(&x_block.scales[first..last]) {
                         let product = simd.load_i32(product);
-                        let acc = simd.load_f32(sum);
+                        let acc = simd.load_f32(&sums[at]);
                         let acc = add_block::<S, C>(simd, product, scales[at], *x_scale, acc);
-                        simd.store_f32(acc, sum);
+                        simd.store_f32(acc, &mut sums[at]);
                     }
                 }
             }
             continue;
         }
         let [low, high] = &panels;
-        let [low_sums, high_sums] = &mut *sums;
         if S::ROWS == 8 {
             // Registers for both tiles: each activation is loaded once for the pair.
-            let sums = [low_sums, high_sums];
-            int8_rows_of::<S, C, 2>(simd, words, [low, high], &x_block, scales, sums);
+            int8_rows_of::<S, C, 2>(simd, words, [low, high], &x_block, scales, 0, sums);
         } else {
-            int8_rows_of::<S, C, 1>(simd, words, [low], &x_block, [scales[0]], [low_sums]);
-            int8_rows_of::<S, C, 1>(simd, words, [high], &x_block, [scales[1]], [high_sums]);
+            int8_rows_of::<S, C, 1>(simd, words, [low], &x_block, [scales[0]], 0, sums);
+            int8_rows_of::<S, C, 1>(simd, words, [high], &x_block, [scales[1]], 1, sums);
         }
     }
     if C::SCALING == Scaling::Row {
-        for (tile, sums) in tiles.into_iter().zip(sums) {
+        for (at, tile) in tiles.into_iter().enumerate() {
             let scales = load_f32(simd, tile);
-            for sum in &mut sums[..x.rows] {
-                simd.store_f32(simd.mul_f32(simd.load_f32(sum), scales), sum);
+            for sums in &mut sums[..x.rows] {
+                simd.store_f32(simd.mul_f32(simd.load_f32(&sums[at]), scales), &mut sums[at]);
             }
         }
     }
@@ -208,10 +204,8 @@ fn fill_panel<S: Simd, C: Codes, const TILES: bool>(simd: S, chunks: &[u8], pane
     }
 }
 
-/// Sums of one tile, per row of a chunk.
-type TileSums = [[f32; ROWS]; CHUNK_ROWS];
-
-/// Adds the products of a block with `T` tiles to the sums of all rows.
+/// Adds the products of a block with `T` tiles, from tile `first` of the pair on, to the sums of
+/// all rows.
 #[inline(always)]
 fn int8_rows_of<S: Simd, C: Codes, const T: usize>(
     simd: S,
@@ -219,22 +213,23 @@ fn int8_rows_of<S: Simd, C: Codes, const T: usize>(
     panels: [&Panel; T],
     x: &PackedBlock<'_>,
     scales: [S::F; T],
-    sums: [&mut TileSums; T],
+    first: usize,
+    sums: &mut Sums,
 ) {
     // Lengths that the compiler knows leave no checks in the loops.
     match (S::ROWS, C::BLOCK.unwrap_or(4 * words)) {
-        (8, 64) => int8_groups::<S, C, T, 8, 16>(simd, panels, x, scales, sums),
-        (8, 48) => int8_groups::<S, C, T, 8, 12>(simd, panels, x, scales, sums),
-        (8, 32) => int8_groups::<S, C, T, 8, 8>(simd, panels, x, scales, sums),
-        (8, _) => int8_groups::<S, C, T, 8, 4>(simd, panels, x, scales, sums),
-        (4, 64) => int8_groups::<S, C, T, 4, 16>(simd, panels, x, scales, sums),
-        (4, 48) => int8_groups::<S, C, T, 4, 12>(simd, panels, x, scales, sums),
-        (4, 32) => int8_groups::<S, C, T, 4, 8>(simd, panels, x, scales, sums),
-        (4, _) => int8_groups::<S, C, T, 4, 4>(simd, panels, x, scales, sums),
-        (_, 64) => int8_groups::<S, C, T, 2, 16>(simd, panels, x, scales, sums),
-        (_, 48) => int8_groups::<S, C, T, 2, 12>(simd, panels, x, scales, sums),
-        (_, 32) => int8_groups::<S, C, T, 2, 8>(simd, panels, x, scales, sums),
-        (_, _) => int8_groups::<S, C, T, 2, 4>(simd, panels, x, scales, sums),
+        (8, 64) => int8_groups::<S, C, T, 8, 16>(simd, panels, x, scales, first, sums),
+        (8, 48) => int8_groups::<S, C, T, 8, 12>(simd, panels, x, scales, first, sums),
+        (8, 32) => int8_groups::<S, C, T, 8, 8>(simd, panels, x, scales, first, sums),
+        (8, _) => int8_groups::<S, C, T, 8, 4>(simd, panels, x, scales, first, sums),
+        (4, 64) => int8_groups::<S, C, T, 4, 16>(simd, panels, x, scales, first, sums),
+        (4, 48) => int8_groups::<S, C, T, 4, 12>(simd, panels, x, scales, first, sums),
+        (4, 32) => int8_groups::<S, C, T, 4, 8>(simd, panels, x, scales, first, sums),
+        (4, _) => int8_groups::<S, C, T, 4, 4>(simd, panels, x, scales, first, sums),
+        (_, 64) => int8_groups::<S, C, T, 2, 16>(simd, panels, x, scales, first, sums),
+        (_, 48) => int8_groups::<S, C, T, 2, 12>(simd, panels, x, scales, first, sums),
+        (_, 32) => int8_groups::<S, C, T, 2, 8>(simd, panels, x, scales, first, sums),
+        (_, _) => int8_groups::<S, C, T, 2, 4>(simd, panels, x, scales, first, sums),
     }
 }
 
@@ -245,7 +240,8 @@ fn int8_groups<S: Simd, C: Codes, const T: usize, const R: usize, const W: usize
     panels: [&Panel; T],
     x: &PackedBlock<'_>,
     scales: [S::F; T],
-    sums: [&mut TileSums; T],
+    first: usize,
+    sums: &mut Sums,
 ) {
     // Whether the panel holds signed codes that the level multiplies as such.
     let signed = C::SIGNED && S::S8_BIAS == 0;
@@ -267,12 +263,13 @@ fn int8_groups<S: Simd, C: Codes, const T: usize, const R: usize, const W: usize
                 }
             }
         }
-        for t in 0..T {
-            let Some(sums) = sums[t].as_chunks_mut::<R>().0.get_mut(group) else { return };
-            for r in 0..R {
-                let acc = simd.load_f32(&sums[r]);
+        let Some(sums) = sums.as_chunks_mut::<R>().0.get_mut(group) else { return };
+        for r in 0..R {
+            for t in 0..T {
+                let sum = &mut sums[r][first + t];
+                let acc = simd.load_f32(sum);
                 let acc = add_block::<S, C>(simd, products[r][t], scales[t], x_scales[r], acc);
-                simd.store_f32(acc, &mut sums[r]);
+                simd.store_f32(acc, sum);
             }
         }
     }
@@ -292,8 +289,8 @@ fn f32_chunk<'x, S: Simd, C: Codes>(
     sums: &mut Sums,
 ) {
     let mut panel: F32Panel = [[0.0; ROWS]; 4 * WORDS_MAX];
-    for (tile, sums) in tiles.into_iter().zip(sums) {
-        sums[..rows.next_multiple_of(S::ROWS)].fill([0.0; ROWS]);
+    sums[..rows.next_multiple_of(S::ROWS)].fill([[0.0; ROWS]; PAIR]);
+    for (at, tile) in tiles.into_iter().enumerate() {
         let row_scales = match C::SCALING {
             Scaling::Row => load_f32(simd, tile),
             Scaling::Group | Scaling::Ue8m0Half | Scaling::E8 => simd.splat_f32(1.0),
@@ -318,9 +315,9 @@ fn f32_chunk<'x, S: Simd, C: Codes>(
             let panel = &panel[..inputs];
             for row in (0..rows).step_by(S::ROWS) {
                 match S::ROWS {
-                    8 => f32_rows::<S, 8>(simd, panel, &x, block.start, row, sums),
-                    4 => f32_rows::<S, 4>(simd, panel, &x, block.start, row, sums),
-                    _ => f32_rows::<S, 2>(simd, panel, &x, block.start, row, sums),
+                    8 => f32_rows::<S, 8>(simd, panel, &x, block.start, row, at, sums),
+                    4 => f32_rows::<S, 4>(simd, panel, &x, block.start, row, at, sums),
+                    _ => f32_rows::<S, 2>(simd, panel, &x, block.start, row, at, sums),
                 }
             }
         }
@@ -334,11 +331,12 @@ fn f32_rows<'x, S: Simd, const R: usize>(
     x: impl Fn(usize) -> &'x [f32],
     start: usize,
     row: usize,
-    sums: &mut [[f32; ROWS]; CHUNK_ROWS],
+    at: usize,
+    sums: &mut Sums,
 ) {
     let sums = &mut sums.as_chunks_mut::<R>().0[row / R];
     let x: [&[f32]; R] = fill!(&[][..]; |r| &x(row + r)[start..][..panel.len()]);
-    let mut acc: [S::F; R] = fill!(simd.splat_f32(0.0); |r| simd.load_f32(&sums[r]));
+    let mut acc: [S::F; R] = fill!(simd.splat_f32(0.0); |r| simd.load_f32(&sums[r][at]));
     for (at, weight) in panel.iter().enumerate() {
         let weight = simd.load_f32(weight);
         for r in 0..R {
@@ -346,6 +344,6 @@ fn f32_rows<'x, S: Simd, const R: usize>(
         }
     }
     for r in 0..R {
-        simd.store_f32(acc[r], &mut sums[r]);
+        simd.store_f32(acc[r], &mut sums[r][at]);
     }
 }

@@ -75,9 +75,9 @@ impl PackedRows {
         let chunks = count.div_ceil(chunk_rows);
         let (block, blocks) = (x.block(), x.cols().div_ceil(x.block()));
         let per_chunk = blocks * chunk_rows;
-        let mut codes = compute.scratch.zeroed(chunks * per_chunk * block);
-        let mut scales = compute.scratch.zeroed(chunks * per_chunk);
-        let mut corrections = compute.scratch.zeroed(chunks * per_chunk);
+        let mut codes = compute.scratch.filled_later(chunks * per_chunk * block);
+        let mut scales = compute.scratch.filled_later(chunks * per_chunk);
+        let mut corrections = compute.scratch.filled_later(chunks * per_chunk);
         let parts = (
             rows_mut(&mut codes, per_chunk * block),
             rows_mut(&mut scales, per_chunk),
@@ -90,15 +90,25 @@ impl PackedRows {
                     let row = x.row(rows.get(chunk * chunk_rows + r));
                     for (index, from) in row.codes.chunks(block).take(blocks).enumerate() {
                         let slot = (at * blocks + index) * chunk_rows + r;
-                        let to = &mut codes[slot * block..];
+                        let to = &mut codes[slot * block..][..block];
                         match (to.first_chunk_mut::<64>(), from.first_chunk::<64>()) {
                             // Most blocks: a copy of known length.
                             (Some(to), Some(from)) => *to = *from,
-                            _ => to[..from.len()].copy_from_slice(from),
+                            _ => {
+                                to[..from.len()].copy_from_slice(from);
+                                to[from.len()..].fill(0);
+                            }
                         }
                         scales[slot] = row.scales[index];
                         corrections[slot] = -packing.bias * row.sums[index];
                     }
+                }
+                for index in 0..blocks {
+                    let first = (at * blocks + index) * chunk_rows;
+                    let padding = first + in_chunk..first + chunk_rows;
+                    codes[padding.start * block..padding.end * block].fill(0);
+                    scales[padding.clone()].fill(0.0);
+                    corrections[padding].fill(0);
                 }
             }
         });
