@@ -69,6 +69,14 @@ macro_rules! for_codes {
 pub const FEW_ROWS_MAX: usize = few::ROWS_MAX;
 /// Output rows per unit of parallel work: two pairs of tiles.
 const GRAIN: usize = 64;
+/// Rows from which one unit is work enough for a task. With more tasks than needed, a thread that
+/// is slower than others holds them up less.
+const BUSY_ROWS: usize = 16;
+
+/// Output rows per task of a product of `rows` rows.
+fn task_columns(compute: &Compute, width: usize, rows: usize) -> usize {
+    if rows >= BUSY_ROWS { GRAIN } else { compute.team.step(width, GRAIN) }
+}
 
 /// `out[i, o]` = activations row `rows[i]` (or row `i` where `rows` is `None`) times matrix row
 /// `o`. `out` is `[rows, desc.rows()]`.
@@ -97,7 +105,7 @@ pub fn matmul_each<const N: usize>(
         let width = matrices[at].desc.rows();
         at += 1;
         assert_eq!(out.len(), rows.count * width);
-        Target::new(out, width, compute.team.step(width, GRAIN))
+        Target::new(out, width, task_columns(compute, width, rows.count))
     });
     let run = |matrix: usize, out: &mut Columns<'_>| run(compute.isa, &prepared.job(matrix), out);
     compute.team.columns_of(&mut targets, run);
@@ -200,13 +208,12 @@ fn targets_of<'a, const N: usize>(
     width: usize,
     out: &'a mut [f32],
 ) -> [Target<'a>; EXPERTS_MAX] {
-    let step = compute.team.step(width, GRAIN);
     let mut rest = out;
     prepared.each_ref().map(|prepared| {
         let rows = prepared.as_ref().map_or(0, |prepared| prepared.rows.count);
         let (mine, others) = std::mem::take(&mut rest).split_at_mut(rows * width);
         rest = others;
-        Target::new(mine, width, step)
+        Target::new(mine, width, task_columns(compute, width, rows))
     })
 }
 

@@ -12,6 +12,9 @@ use super::Rows;
 /// in the nearest cache.
 pub const CHUNK_ROWS: usize = 64;
 
+/// Blocks of a chunk that one task of the thread team packs, at least.
+const GRAIN: usize = 8;
+
 /// What a kernel wants of its packed rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Packing {
@@ -79,37 +82,35 @@ impl PackedRows {
         let mut scales = compute.scratch.filled_later(chunks * per_chunk);
         let mut corrections = compute.scratch.filled_later(chunks * per_chunk);
         let parts = (
-            rows_mut(&mut codes, per_chunk * block),
-            rows_mut(&mut scales, per_chunk),
-            rows_mut(&mut corrections, per_chunk),
+            rows_mut(&mut codes, chunk_rows * block),
+            rows_mut(&mut scales, chunk_rows),
+            rows_mut(&mut corrections, chunk_rows),
         );
-        compute.team.rows(chunks, 1, parts, |range, (codes, scales, corrections)| {
-            for (at, chunk) in range.enumerate() {
+        compute.team.rows(chunks * blocks, GRAIN, parts, |range, (codes, scales, corrections)| {
+            let codes = codes.chunks_exact_mut(chunk_rows * block);
+            let factors =
+                scales.chunks_exact_mut(chunk_rows).zip(corrections.chunks_exact_mut(chunk_rows));
+            for (at, (codes, (scales, corrections))) in range.zip(codes.zip(factors)) {
+                let (chunk, index) = (at / blocks, at % blocks);
                 let in_chunk = chunk_rows.min(rows.count - chunk * chunk_rows);
-                for r in 0..in_chunk {
+                for (r, to) in codes.chunks_exact_mut(block).enumerate().take(in_chunk) {
                     let row = x.row(rows.get(chunk * chunk_rows + r));
-                    for (index, from) in row.codes.chunks(block).take(blocks).enumerate() {
-                        let slot = (at * blocks + index) * chunk_rows + r;
-                        let to = &mut codes[slot * block..][..block];
-                        match (to.first_chunk_mut::<64>(), from.first_chunk::<64>()) {
-                            // Most blocks: a copy of known length.
-                            (Some(to), Some(from)) => *to = *from,
-                            _ => {
-                                to[..from.len()].copy_from_slice(from);
-                                to[from.len()..].fill(0);
-                            }
+                    let from = &row.codes[index * block..];
+                    match (to.first_chunk_mut::<64>(), from.first_chunk::<64>()) {
+                        // Most blocks: a copy of known length.
+                        (Some(to), Some(from)) => *to = *from,
+                        _ => {
+                            let len = block.min(from.len());
+                            to[..len].copy_from_slice(&from[..len]);
+                            to[len..].fill(0);
                         }
-                        scales[slot] = row.scales[index];
-                        corrections[slot] = -packing.bias * row.sums[index];
                     }
+                    scales[r] = row.scales[index];
+                    corrections[r] = -packing.bias * row.sums[index];
                 }
-                for index in 0..blocks {
-                    let first = (at * blocks + index) * chunk_rows;
-                    let padding = first + in_chunk..first + chunk_rows;
-                    codes[padding.start * block..padding.end * block].fill(0);
-                    scales[padding.clone()].fill(0.0);
-                    corrections[padding].fill(0);
-                }
+                codes[in_chunk * block..].fill(0);
+                scales[in_chunk..].fill(0.0);
+                corrections[in_chunk..].fill(0);
             }
         });
         let (source, rows) = (std::ptr::from_ref(x), rows.count);
