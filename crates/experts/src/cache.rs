@@ -61,6 +61,8 @@ struct State {
     clock: u64,
     queue: VecDeque<Key>,
     spare: Vec<Buffer>,
+    /// Loaders that wait for a lease to end.
+    starved: usize,
     stop: bool,
 }
 
@@ -111,8 +113,10 @@ impl Drop for Lease {
     fn drop(&mut self) {
         self.slot = None;
         // A loader may wait for exactly this slot; taking the lock orders the drop before its look.
-        drop(self.shared.lock());
-        self.shared.changed.notify_all();
+        let starved = self.shared.lock().starved > 0;
+        if starved {
+            self.shared.changed.notify_all();
+        }
     }
 }
 
@@ -182,7 +186,9 @@ impl Shared {
             };
             let Some(data) = self.take_slot(&mut state, key) else {
                 state.queue.push_front(key);
+                state.starved += 1;
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state.starved -= 1;
                 continue;
             };
             drop(state);

@@ -1,11 +1,13 @@
 //! A few rows: every weight is decoded in registers and meets the rows at once; sums stay in
-//! registers from the first input to the last.
+//! registers from the first input to the last. Up to [`ROWS_MAX`] rows come as they are, up to
+//! [`PACKED_ROWS`] packed.
 
 use numerics::fill;
 use numerics::int8::Int8Row;
 use numerics::simd::{Simd, WORDS_MAX};
 use numerics::team::Columns;
 
+use super::packed::{PackedChunk, PackedRows};
 use super::{Job, add_block, block_scales, load_f32, prefetch, put_tile, x_word};
 use crate::input::Operand;
 use crate::tile::{Codes, ROWS, Scaling, TileShape};
@@ -18,8 +20,10 @@ const fn chunks_per_unit<C: Codes>() -> usize {
     if C::CHUNK_INPUTS == 4 { 2 } else { 1 }
 }
 
-/// Most rows that come this way; from there on a decoded panel pays at every level.
+/// Most rows that come as they are.
 pub const ROWS_MAX: usize = 4;
+/// Packed rows that come this way where there are registers for them.
+pub const PACKED_ROWS: usize = 8;
 
 /// Computes the columns of `out` for all rows, at most [`ROWS_MAX`].
 #[inline(always)]
@@ -75,7 +79,7 @@ fn int8_tile<S: Simd, C: Codes, const R: usize>(
     let bias = if C::SIGNED { S::S8_BIAS } else { C::BIAS as i32 };
     let mut acc = [simd.splat_f32(0.0); R];
     for (index, block) in shape.blocks::<C>(tile).enumerate() {
-        prefetch(simd, block.chunks);
+        prefetch(simd, block.header);
         // A window of the longest block, whatever its length: no checks are left in the loop.
         let xs: [&[[i8; 4]; WORDS_MAX]; R] = fill!(&[[0; 4]; WORDS_MAX]; |r| {
             let words = &x[r].codes.as_chunks::<4>().0[block.start / 4..];
@@ -85,6 +89,7 @@ fn int8_tile<S: Simd, C: Codes, const R: usize>(
         let mut sums = [[simd.splat(0); PARTS]; R];
         let unit_bytes = C::CHUNK_BYTES * chunks_per_unit::<C>();
         for (at, unit) in block.chunks.chunks_exact(unit_bytes).enumerate() {
+            prefetch(simd, unit);
             for step in 0..steps * chunks_per_unit::<C>() {
                 let chunk = &unit[step / steps * C::CHUNK_BYTES..][..C::CHUNK_BYTES];
                 let w = C::codes(simd, chunk, step % steps);
@@ -119,6 +124,111 @@ fn int8_tile<S: Simd, C: Codes, const R: usize>(
     acc
 }
 
+/// Whether [`packed_tiles`] computes these rows. Decoding e8 takes registers of its own.
+#[inline(always)]
+pub fn takes_packed<S: Simd, C: Codes>(packed: &PackedRows) -> bool {
+    S::ROWS == PACKED_ROWS
+        && C::SCALING != Scaling::E8
+        && packed.rows() <= PACKED_ROWS
+        && packed.matrix_tiles().is_none()
+}
+
+/// Computes the columns of `out` for [`PACKED_ROWS`] packed rows or fewer.
+#[inline(always)]
+pub fn packed_tiles<S: Simd, C: Codes>(
+    simd: S,
+    job: &Job<'_>,
+    packed: &PackedRows,
+    out: &mut Columns<'_>,
+) {
+    match packed.rows() {
+        ..=6 => packed_rows::<S, C, 6>(simd, job, packed, out),
+        _ => packed_rows::<S, C, PACKED_ROWS>(simd, job, packed, out),
+    }
+}
+
+/// [`packed_tiles`] for the first `R` rows.
+#[inline(always)]
+fn packed_rows<S: Simd, C: Codes, const R: usize>(
+    simd: S,
+    job: &Job<'_>,
+    packed: &PackedRows,
+    out: &mut Columns<'_>,
+) {
+    let Some((shape, _)) = job.matrix.desc.tile() else { return };
+    let Some(x) = packed.chunks().next() else { return };
+    for column in out.range().step_by(ROWS) {
+        let tile = job.tile(column);
+        let columns = column..(column + ROWS).min(out.range().end);
+        // Lengths that the compiler knows leave no checks in the loops.
+        let sums = match C::BLOCK.unwrap_or(shape.block) {
+            64 => packed_tile::<S, C, R, 16>(simd, &shape, tile, &x),
+            48 => packed_tile::<S, C, R, 12>(simd, &shape, tile, &x),
+            32 => packed_tile::<S, C, R, 8>(simd, &shape, tile, &x),
+            _ => packed_tile::<S, C, R, 4>(simd, &shape, tile, &x),
+        };
+        for (row, sum) in sums.into_iter().enumerate().take(x.rows) {
+            let mut values = [0.0; ROWS];
+            simd.store_f32(sum, &mut values);
+            put_tile(out, row, columns.clone(), &values);
+        }
+    }
+}
+
+/// Sums of a tile with the first `R` packed rows, in blocks of `W` words.
+#[inline(always)]
+fn packed_tile<S: Simd, C: Codes, const R: usize, const W: usize>(
+    simd: S,
+    shape: &TileShape,
+    tile: &[u8],
+    x: &PackedChunk<'_>,
+) -> [S::F; R] {
+    // Whether codes are signed and the level multiplies them as such.
+    let signed = C::SIGNED && S::S8_BIAS == 0;
+    let steps = C::CHUNK_INPUTS / 4;
+    let unit = chunks_per_unit::<C>();
+    let mut acc = [simd.splat_f32(0.0); R];
+    for (index, block) in shape.blocks::<C>(tile).enumerate() {
+        prefetch(simd, block.header);
+        let x = x.block(index);
+        let rows = x.codes.as_chunks::<4>().0.as_chunks::<W>().0.first_chunk::<R>();
+        let factors = (x.scales.first_chunk(), x.corrections.first_chunk());
+        let (Some(rows), (Some(x_scales), Some(corrections))) = (rows, factors) else { break };
+        let corrections: &[i32; R] = corrections;
+        let x_scales: &[f32; R] = x_scales;
+        let mut sums = [[simd.splat(0); PARTS]; R];
+        for r in 0..R {
+            sums[r][0] = simd.splat(corrections[r] as u32);
+        }
+        for (at, chunks) in block.chunks.chunks_exact(C::CHUNK_BYTES * unit).enumerate() {
+            prefetch(simd, chunks);
+            for step in 0..steps * unit {
+                let chunk = &chunks[step / steps * C::CHUNK_BYTES..][..C::CHUNK_BYTES];
+                let w = C::codes(simd, chunk, step % steps);
+                let w = if C::SIGNED && !signed { C::unsigned(simd, w) } else { w };
+                let word = (at * steps * unit + step).min(W - 1);
+                for r in 0..R {
+                    let x = simd.splat(x_word(rows[r][word]));
+                    let sum = &mut sums[r][step % PARTS];
+                    *sum = if signed { simd.dot_s8(*sum, w, x) } else { simd.dot_u8(*sum, w, x) };
+                }
+            }
+        }
+        let scales = block_scales::<S, C>(simd, block.header, block.chunks);
+        for r in 0..R {
+            let sum = simd.add(sums[r][0], sums[r][1]);
+            acc[r] = add_block::<S, C>(simd, sum, scales, x_scales[r], acc[r]);
+        }
+    }
+    if C::SCALING == Scaling::Row {
+        let scales = load_f32(simd, tile);
+        for acc in &mut acc {
+            *acc = simd.mul_f32(*acc, scales);
+        }
+    }
+    acc
+}
+
 #[inline(always)]
 fn f32_tile<S: Simd, C: Codes, const R: usize>(
     simd: S,
@@ -132,7 +242,7 @@ fn f32_tile<S: Simd, C: Codes, const R: usize>(
     };
     let mut acc = [simd.splat_f32(0.0); R];
     for block in shape.blocks::<C>(tile) {
-        prefetch(simd, block.chunks);
+        prefetch(simd, block.header);
         let scales = match C::SCALING {
             Scaling::Row => row_scales,
             Scaling::Group | Scaling::Ue8m0Half | Scaling::E8 => {
@@ -140,6 +250,7 @@ fn f32_tile<S: Simd, C: Codes, const R: usize>(
             }
         };
         for (at, chunk) in block.chunks.chunks_exact(C::CHUNK_BYTES).enumerate() {
+            prefetch(simd, chunk);
             let first = block.start + at * C::CHUNK_INPUTS;
             let xs: [&[f32]; R] = fill!(&[][..]; |r| &x[r][first..][..C::CHUNK_INPUTS]);
             for step in 0..C::CHUNK_INPUTS / 4 {

@@ -8,7 +8,7 @@ use numerics::fill;
 use numerics::simd::{MatrixTiles, Panel, Simd, TILE_ROWS, TILE_ROWS_MAX, TileSession, WORDS_MAX};
 use numerics::team::Columns;
 
-use super::few::weights;
+use super::few::{self, weights};
 use super::packed::{CHUNK_ROWS, PackedBlock, PackedChunk, PackedRows, Packing};
 use super::{Job, add_block, block_scales, load_f32, prefetch, put_tile, x_word};
 use crate::input::Operand;
@@ -37,6 +37,9 @@ pub fn tiles<S: Simd, C: Codes>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
     match (job.operand, job.packed) {
         (Operand::F32 { rows, stride }, _) => {
             f32_tiles::<S, C>(simd, job, rows, stride, out);
+        }
+        (Operand::Int8(_), Some(packed)) if few::takes_packed::<S, C>(packed) => {
+            few::packed_tiles::<S, C>(simd, job, packed, out);
         }
         (Operand::Int8(_), Some(packed)) => int8_tiles::<S, C>(simd, job, packed, out),
         (Operand::Int8(_), None) => panic!("int8 rows that were not packed"),
@@ -136,8 +139,8 @@ fn int8_chunk<S: Simd, C: Codes, const TILES: bool>(
     let [mut low, mut high] = [shape.blocks::<C>(tiles[0]), shape.blocks::<C>(tiles[1])];
     let mut index = 0;
     while let (Some(low), Some(high)) = (low.next(), high.next()) {
-        prefetch(simd, low.chunks);
-        prefetch(simd, high.chunks);
+        prefetch(simd, low.header);
+        prefetch(simd, high.header);
         fill_panel::<S, C, TILES>(simd, low.chunks, &mut panels[0]);
         fill_panel::<S, C, TILES>(simd, high.chunks, &mut panels[1]);
         let scales = [
@@ -189,6 +192,7 @@ fn int8_chunk<S: Simd, C: Codes, const TILES: bool>(
 fn fill_panel<S: Simd, C: Codes, const TILES: bool>(simd: S, chunks: &[u8], panel: &mut Panel) {
     let steps = C::CHUNK_INPUTS / 4;
     for (chunk, words) in chunks.chunks_exact(C::CHUNK_BYTES).zip(panel.chunks_exact_mut(steps)) {
+        prefetch(simd, chunk);
         for (step, word) in words.iter_mut().enumerate() {
             let codes = C::codes(simd, chunk, step);
             let codes = match (TILES, C::SIGNED) {

@@ -12,8 +12,8 @@ use super::Rows;
 /// in the nearest cache.
 pub const CHUNK_ROWS: usize = 64;
 
-/// Blocks of a chunk that one task of the thread team packs, at least.
-const GRAIN: usize = 8;
+/// Bytes that one task of the thread team packs, at least.
+const GRAIN_BYTES: usize = 64 << 10;
 
 /// What a kernel wants of its packed rows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -86,7 +86,8 @@ impl PackedRows {
             rows_mut(&mut scales, chunk_rows),
             rows_mut(&mut corrections, chunk_rows),
         );
-        compute.team.rows(chunks * blocks, GRAIN, parts, |range, (codes, scales, corrections)| {
+        let grain = GRAIN_BYTES.div_ceil(chunk_rows * block);
+        compute.team.rows(chunks * blocks, grain, parts, |range, (codes, scales, corrections)| {
             let codes = codes.chunks_exact_mut(chunk_rows * block);
             let factors =
                 scales.chunks_exact_mut(chunk_rows).zip(corrections.chunks_exact_mut(chunk_rows));
@@ -120,6 +121,11 @@ impl PackedRows {
     /// Whether these are the given rows in the given packing.
     pub fn is_of(&self, x: &Int8Rows, packing: Packing) -> bool {
         std::ptr::eq(self.source, x) && self.packing == packing
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
     }
 
     /// The matrix tiles that are to multiply these rows.
