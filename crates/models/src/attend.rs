@@ -49,6 +49,15 @@ pub struct Query<'a> {
     pub row: usize,
 }
 
+/// The rows of a block of keys or values: room that calls of [`attend`] use one after the other.
+pub struct BlockRows<'a>([&'a [f32]; KEY_BLOCK]);
+
+impl Default for BlockRows<'_> {
+    fn default() -> Self {
+        BlockRows([&[]; KEY_BLOCK])
+    }
+}
+
 /// Part of the rows of one kind of a sequence's state: the kind, its width and the first column.
 #[derive(Clone, Copy)]
 pub struct Part {
@@ -60,7 +69,7 @@ pub struct Part {
     pub first: usize,
 }
 
-/// Where the keys and values of a head lie in a sequence's state.
+/// The keys and values of a head in a sequence's state.
 #[derive(Clone, Copy)]
 pub struct HeadState<'a> {
     /// The state.
@@ -73,14 +82,18 @@ pub struct HeadState<'a> {
     pub key: Part,
     /// The values.
     pub value: Part,
+    /// Those that count.
+    pub selection: Selection<'a>,
+    /// Factor of the scores.
+    pub scale: f32,
 }
 
 impl<'a> HeadState<'a> {
-    /// The numbers from the first of `part` on, of ranks `start ..` of a selection.
-    fn block(&self, part: Part, selection: Selection<'_>, start: usize, block: &mut [&'a [f32]]) {
+    /// The numbers from the first of `part` on, of ranks `start ..` of the selection.
+    fn block(&self, part: Part, start: usize, block: &mut [&'a [f32]]) {
         let Part { kind, width, first } = part;
         let page = |page| self.kv.page(self.sequence, self.layer, kind, page);
-        match selection {
+        match self.selection {
             // Pages are as long as blocks, so a block is the beginning of a page.
             Selection::First => {
                 let rows = page(start / PAGE).chunks_exact(width);
@@ -99,12 +112,11 @@ impl<'a> HeadState<'a> {
 
 /// Attends with up to [`QUERIES_MAX`] queries; `out` gets `width` value numbers for each. A raw
 /// score that is not finite is an error that names the query's row.
-pub fn attend(
+pub fn attend<'a>(
     compute: &Compute,
-    state: &HeadState<'_>,
+    state: &HeadState<'a>,
+    block: &mut BlockRows<'a>,
     queries: &[Query<'_>],
-    scale: f32,
-    selection: Selection<'_>,
     width: usize,
     out: &mut [f32],
 ) -> Result<(), NumericError> {
@@ -116,15 +128,15 @@ pub fn attend(
     let mut running = [Running::default(); QUERIES_MAX];
     let mut scores = compute.scratch.filled_later(queries.len() * KEY_BLOCK.min(longest));
     let mut block_out = compute.scratch.filled_later(out.len());
-    let mut block: [&[f32]; KEY_BLOCK] = [&[]; KEY_BLOCK];
+    let block = &mut block.0;
     out.fill(0.0);
     for start in (0..longest).step_by(KEY_BLOCK) {
         let len = KEY_BLOCK.min(longest - start);
         // Keys of the block that a query attends to.
         let of_query = |query: &Query<'_>| query.count.saturating_sub(start).min(len);
-        state.block(state.key, selection, start, &mut block[..len]);
+        state.block(state.key, start, &mut block[..len]);
         let scores = &mut scores[..queries.len() * len];
-        products::dots(isa, &values[..queries.len()], &block[..len], scale, scores);
+        products::dots(isa, &values[..queries.len()], &block[..len], state.scale, scores);
         let mut sums = [(0.0, 0.0); QUERIES_MAX];
         for ((query, scores), sum) in
             queries.iter().zip(scores.chunks_exact_mut(len)).zip(&mut sums)
@@ -140,7 +152,7 @@ pub fn attend(
             Some(query) => &scores[at * len..][..of_query(query)],
             None => &[],
         });
-        state.block(state.value, selection, start, &mut block[..len]);
+        state.block(state.value, start, &mut block[..len]);
         block_out.fill(0.0);
         let weights = &weights[..queries.len()];
         products::weighted_sums(isa, weights, &block[..len], width, &mut block_out);
@@ -220,7 +232,6 @@ mod tests {
         let queries: Vec<Vec<f32>> =
             (0..5).map(|q| (0..32).map(|i| value(q * 977 + i)).collect()).collect();
         let part = Part { kind: KvKind::Key, width, first: 0 };
-        let state = HeadState { kv: &kv, sequence: 0, layer: 0, key: part, value: part };
         let team = Arc::new(Team::new(1).unwrap());
         for isa in Isa::available() {
             let compute = Compute::new(isa, team.clone(), Activations::F32);
@@ -233,7 +244,10 @@ mod tests {
                     .map(|(values, count)| Query { values, count, row: 0 })
                     .collect();
                 let mut out = vec![9.0; group.len() * value_width];
-                attend(&compute, &state, &group, 0.3, selection, value_width, &mut out).unwrap();
+                let (kv, key, value, scale) = (&kv, part, part, 0.3);
+                let state = HeadState { kv, sequence: 0, layer: 0, key, value, selection, scale };
+                let mut block = BlockRows::default();
+                attend(&compute, &state, &mut block, &group, value_width, &mut out).unwrap();
                 for (query, got) in group.iter().zip(out.chunks_exact(value_width)) {
                     let want = reference(query.values, &rows[..query.count], 0.3, value_width);
                     assert_eq!(got, want, "{isa:?}, {} keys", query.count);

@@ -6,7 +6,7 @@ use numerics::rope::RopeLayout;
 use numerics::team::Columns;
 use numerics::{Buf, FirstError, NumericError};
 
-use crate::attend::{HeadState, Part, QUERIES_MAX, Query, Selection, attend};
+use crate::attend::{BlockRows, HeadState, Part, QUERIES_MAX, Query, Selection, attend};
 use crate::block::{linear, linear_each, rms_rows, rotate_heads};
 use crate::error::ModelError;
 use crate::family::Step;
@@ -130,6 +130,7 @@ impl Gqa {
         // Every head of every row, rows ascending, so that neighbours see nearly the same keys.
         let total = rows.len() * per_group;
         let mut group_out = compute.scratch.filled_later(QUERIES_MAX.min(total) * dim);
+        let mut block = BlockRows::default();
         let mut start = 0;
         while start < total {
             let sequence = rows[start / per_group].sequence;
@@ -151,9 +152,11 @@ impl Gqa {
                 layer,
                 key: Part { kind: KvKind::Key, width: kv_width, first },
                 value: Part { kind: KvKind::Value, width: kv_width, first },
+                selection: Selection::First,
+                scale,
             };
             let (group, outs) = (&group[..end - start], &mut group_out[..(end - start) * dim]);
-            attend(compute, &state, group, scale, Selection::First, dim, outs)?;
+            attend(compute, &state, &mut block, group, dim, outs)?;
             for (at, values) in (start..end).zip(outs.chunks_exact(dim)) {
                 out.put(at / per_group, columns.start + at % per_group * dim, values);
             }

@@ -13,7 +13,7 @@ use numerics::rope::RopeLayout;
 use numerics::team::Columns;
 use numerics::{Buf, Compute, FirstError, NumericError, norm, products};
 
-use crate::attend::{HeadState, Part, QUERIES_MAX, Query, Selection, attend};
+use crate::attend::{BlockRows, HeadState, Part, QUERIES_MAX, Query, Selection, attend};
 use crate::block::{linear, linear_each, rms_rows, rotate_heads};
 use crate::dsa::Selections;
 use crate::error::ModelError;
@@ -157,6 +157,7 @@ impl Mla {
         let mut latents = scratch.filled_later(chunk * task.len() * kv_lora);
         let mut weights = scratch.filled_later(nope.max(value) * kv_lora);
         let mut of_head = scratch.filled_later(chunk * kv_lora.max(value));
+        let mut block = BlockRows::default();
         for first in (0..rows.len()).step_by(ROW_CHUNK) {
             let rows = first..(first + ROW_CHUNK).min(rows.len());
             for (slot, head) in task.clone().enumerate() {
@@ -199,10 +200,12 @@ impl Mla {
                 };
                 let sequence = step.rows[row].sequence;
                 let part = Part { kind: KvKind::Key, width, first: 0 };
-                let state = HeadState { kv, sequence, layer, key: part, value: part };
+                let state =
+                    HeadState { kv, sequence, layer, key: part, value: part, selection, scale };
                 let per_row = task.len() * kv_lora;
                 let latents = &mut latents[at * per_row..][..per_row];
-                attend(compute, &state, &group[..task.len()], scale, selection, kv_lora, latents)?;
+                let group = &group[..task.len()];
+                attend(compute, &state, &mut block, group, kv_lora, latents)?;
             }
             for (slot, head) in task.clone().enumerate() {
                 let weights = self.weight_rows(compute, head, nope..nope + value, &mut weights);

@@ -80,6 +80,7 @@ fn decode_batch(args: &BenchDecodeArgs) -> Outcome {
             "single_tok_per_s": figures.single_tok_per_s.median,
             "single_bytes_per_step": figures.single_bytes,
             "batch_bytes_per_step": figures.batch_bytes,
+            "attended_bytes_per_sequence": figures.attended_bytes,
             "read_gb_per_s": figures.read_gb_per_s,
             "gain": gain,
             "allowed_gain": allowed,
@@ -88,13 +89,15 @@ fn decode_batch(args: &BenchDecodeArgs) -> Outcome {
         return Ok(());
     }
     say!(
-        "decode of {} sequences {} tok/s, of one {} tok/s | per step {} and {} | gain {gain:.2} of \
-         {allowed:.2} that the bytes allow: {:.0} % | read loop {:.1} GB/s | logits as alone",
+        "decode of {} sequences {} tok/s, of one {} tok/s | per step {} and {}, {} per sequence of \
+         them keys and values | gain {gain:.2} of {allowed:.2} that the bytes allow: {:.0} % | read \
+         loop {:.1} GB/s | logits as alone",
         figures.batch,
         rates(&figures.tok_per_s),
         rates(&figures.single_tok_per_s),
         output::bytes(figures.batch_bytes),
         output::bytes(figures.single_bytes),
+        output::bytes(figures.attended_bytes),
         gain / allowed * 100.0,
         figures.read_gb_per_s
     );

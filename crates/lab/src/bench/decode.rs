@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use container::{ContainerError, LayerKind, Role, TensorSpec, tensors};
+use models::KvShape;
 use numerics::topk;
 use runtime::{Engine, Session, Want, Work};
 
@@ -70,10 +71,12 @@ pub struct BatchFigures {
     pub tok_per_s: Rates,
     /// Tokens per second of one sequence alone.
     pub single_tok_per_s: Rates,
-    /// Weight bytes that a step of one sequence reads.
+    /// Bytes of weights, keys and values that a step of one sequence reads.
     pub single_bytes: u64,
-    /// Weight bytes that a step of all sequences read, by the experts they chose.
+    /// The same for a step of all sequences, by the experts they chose.
     pub batch_bytes: u64,
+    /// Bytes of keys and values among them, per sequence, on average over the tokens.
+    pub attended_bytes: u64,
     /// Median of the read-bandwidth loop, in 10^9 bytes per second.
     pub read_gb_per_s: f64,
 }
@@ -123,12 +126,18 @@ pub fn decode_batch(
             distinct = all.experts_per_step;
         }
     }
+    let positions = DECODE_PROMPT as u64 + tokens.div_ceil(2) as u64;
+    let attended_bytes = positions * KvShape::of(engine.model()).bytes_per_position() as u64;
     Ok(BatchFigures {
         batch,
         tok_per_s: Rates::of(together),
         single_tok_per_s: Rates::of(singles),
-        single_bytes: bytes.per_token(),
-        batch_bytes: bytes.layers + bytes.head + (distinct * bytes.expert) as u64,
+        single_bytes: bytes.per_token() + attended_bytes,
+        batch_bytes: bytes.layers
+            + bytes.head
+            + (distinct * bytes.expert) as u64
+            + batch as u64 * attended_bytes,
+        attended_bytes,
         read_gb_per_s: Rates::of(reads).median,
     })
 }
