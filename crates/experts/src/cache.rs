@@ -11,6 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use formats::{Buffer, ExpertRef};
+use smallvec::SmallVec;
 
 use crate::load::{ExpertTable, LoadError, load_expert};
 use crate::reader::Reader;
@@ -65,6 +66,12 @@ struct State {
     starved: usize,
     stop: bool,
 }
+
+/// Experts of a request that need no allocation: those of one token.
+const FEW: usize = 8;
+
+/// Experts of a request that were in memory.
+pub type Ready = SmallVec<[(u32, Lease); FEW]>;
 
 /// What the cache did.
 #[derive(Debug, Default)]
@@ -325,11 +332,11 @@ impl ExpertCache {
 
     /// Asks for experts of a layer: leases for those in memory, loads for the others. Whatever
     /// comes back without a lease must be waited for by [`Pending::next`].
-    pub fn request(&self, layer: usize, experts: &[u32]) -> (Vec<(u32, Lease)>, Pending<'_>) {
+    pub fn request(&self, layer: usize, experts: &[u32]) -> (Ready, Pending<'_>) {
         let shared = &self.shared;
         let mut state = shared.lock();
-        let mut ready = Vec::new();
-        let mut pending = Pending { cache: self, layer: layer as u32, experts: Vec::new() };
+        let mut ready = Ready::new();
+        let mut pending = Pending { cache: self, layer: layer as u32, experts: SmallVec::new() };
         for &expert in experts {
             let key = (layer as u32, expert);
             if let Some(lease) = shared.lease(&mut state, key, false) {
@@ -371,7 +378,7 @@ impl Drop for ExpertCache {
 pub struct Pending<'a> {
     cache: &'a ExpertCache,
     layer: u32,
-    experts: Vec<u32>,
+    experts: SmallVec<[u32; FEW]>,
 }
 
 impl Pending<'_> {

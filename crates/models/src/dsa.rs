@@ -7,7 +7,8 @@ use container::{IndexerConfig, Role};
 use formats::{Input, QTensor};
 use numerics::rope::RopeLayout;
 use numerics::team::rows_mut;
-use numerics::{Compute, FirstError, NumericError, attention, function, norm, products, topk};
+use numerics::{Buf, Compute, FirstError, NumericError, attention, function, norm, products, topk};
+use smallvec::SmallVec;
 
 use crate::block::{linear, linear_each, rotate_heads};
 use crate::error::ModelError;
@@ -38,7 +39,10 @@ pub struct Indexer {
 }
 
 /// Keys selected for each row of a step; `None` for rows that see all of theirs.
-pub type Selections = Vec<Option<Vec<u32>>>;
+pub type Selections = SmallVec<[Option<Buf<u32>>; FEW]>;
+
+/// Rows of a step that need no allocation.
+const FEW: usize = 4;
 
 impl Indexer {
     /// Loads the indexer of a layer.
@@ -79,7 +83,7 @@ impl Indexer {
         }
         let mut selections: Selections = rows.iter().map(|_| None).collect();
         // Rows beyond the first `topk` positions of their sequences choose among their keys.
-        let choosing: Vec<usize> =
+        let choosing: SmallVec<[usize; FEW]> =
             (0..rows.len()).filter(|at| rows[*at].position >= self.topk).collect();
         if choosing.is_empty() {
             return Ok(selections);
@@ -119,12 +123,17 @@ impl Indexer {
                 }
             });
             errors.result()?;
-            let mut chosen: Vec<Vec<u32>> = wave.iter().map(|_| Vec::new()).collect();
+            let mut chosen: SmallVec<[Buf<u32>; FEW]> =
+                wave.iter().map(|_| Buf::default()).collect();
             compute.team.rows(wave.len(), 1, rows_mut(&mut chosen, 1), |slots, chosen| {
                 for (slot, chosen) in slots.zip(chosen) {
                     let count = rows[wave[slot]].position + 1;
-                    *chosen = topk::top_k(&scores[slot * longest..][..count], self.topk);
-                    chosen.sort_unstable();
+                    let scores = &scores[slot * longest..][..count];
+                    let mut candidates = compute.scratch.filled_later(count);
+                    candidates.iter_mut().zip(0..).for_each(|(to, position)| *to = position);
+                    let best = topk::select(scores, &mut candidates, self.topk);
+                    best.sort_unstable();
+                    *chosen = compute.scratch.copy(best);
                 }
             });
             for (at, chosen) in wave.iter().zip(chosen) {

@@ -127,7 +127,7 @@ impl DecoderLayer for Layer {
             }
             Select::Inherit => {}
             Select::AllUpTo(topk) => {
-                *selections = vec![None; rows.len()];
+                *selections = rows.iter().map(|_| None).collect();
                 if let Some(row) = rows.iter().find(|row| row.position >= *topk) {
                     let position = row.position;
                     return Err(ModelError::NoIndexer { layer, position, topk: *topk });

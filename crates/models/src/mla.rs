@@ -188,7 +188,8 @@ impl Mla {
                 }
             }
             for (at, row) in rows.clone().enumerate() {
-                let count = selections[row].as_ref().map_or(step.rows[row].position + 1, Vec::len);
+                let count =
+                    selections[row].as_ref().map_or(step.rows[row].position + 1, |list| list.len());
                 let mut group = [Query::default(); QUERIES_MAX];
                 for (slot, query) in group[..task.len()].iter_mut().enumerate() {
                     let values = &absorbed[(at * task.len() + slot) * width..][..width];

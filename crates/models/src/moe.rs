@@ -7,6 +7,7 @@ use experts::{ExpertBackend, Route, RoutedBatch};
 use formats::{Input, QTensor};
 use numerics::team::rows_mut;
 use numerics::{Buf, Compute, combine, function, lanes, topk};
+use smallvec::SmallVec;
 
 use crate::block::{add_rows, check_finite, linear};
 use crate::error::ModelError;
@@ -18,6 +19,8 @@ use crate::weights::{DenseLoad, Ffn};
 /// Added to the sum of sigmoid weights before they are divided by it, as the reference does.
 const SIGMOID_SUM_EPS: f32 = 1e-20;
 
+/// Routes, and groups of experts, that need no allocation: those of one token.
+const FEW: usize = 16;
 /// Rows that one task of the thread team routes, at least.
 const ROUTE_GRAIN: usize = 8;
 
@@ -64,7 +67,8 @@ impl Moe {
         let (count, top_k) = (self.config.experts, self.config.top_k);
         let mut logits = linear(compute, &self.router, x).map_err(&numeric)?;
         check_finite(compute, "router logits", &logits, count).map_err(&numeric)?;
-        let mut routes = vec![Route::default(); x.rows() * top_k];
+        let mut routes: SmallVec<[Route; FEW]> =
+            SmallVec::from_elem(Route::default(), x.rows() * top_k);
         let parts = (rows_mut(&mut logits, count), rows_mut(&mut routes, top_k));
         compute.team.rows(x.rows(), ROUTE_GRAIN, parts, |_, (logits, routes)| {
             for (logits, routes) in
@@ -155,8 +159,9 @@ fn choose(choice: &[f32], groups: usize, keep: usize, chosen: &mut [u32]) {
         let found = topk::best_of(group, 0..group.len() as u32, &mut best);
         best[..found].iter().map(|at| group[*at as usize]).sum::<f32>()
     };
-    let scores: Vec<f32> = choice.chunks_exact(size).map(best_two).collect();
-    let mut kept = topk::top_k(&scores, keep);
+    let scores: SmallVec<[f32; FEW]> = choice.chunks_exact(size).map(best_two).collect();
+    let mut kept: SmallVec<[u32; FEW]> = SmallVec::from_elem(0, keep);
+    topk::best_of(&scores, 0..groups as u32, &mut kept);
     kept.sort_unstable();
     let size = size as u32;
     let candidates = kept.into_iter().flat_map(|group| group * size..(group + 1) * size);

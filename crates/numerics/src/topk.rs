@@ -9,15 +9,22 @@ fn better(scores: &[f32], a: u32, b: u32) -> Ordering {
     score_b.partial_cmp(&score_a).unwrap_or(Ordering::Equal).then(a.cmp(&b))
 }
 
-/// Indices of the `k` best of `candidates`, best first.
-pub fn top_k_of(scores: &[f32], mut candidates: Vec<u32>, k: usize) -> Vec<u32> {
+/// Brings the `k` best of `candidates` to its front, in any order, and returns them.
+pub fn select<'a>(scores: &[f32], candidates: &'a mut [u32], k: usize) -> &'a mut [u32] {
     if k == 0 {
-        return Vec::new();
+        return &mut [];
     }
     if k < candidates.len() {
         candidates.select_nth_unstable_by(k - 1, |&a, &b| better(scores, a, b));
-        candidates.truncate(k);
     }
+    let kept = k.min(candidates.len());
+    &mut candidates[..kept]
+}
+
+/// Indices of the `k` best of `candidates`, best first.
+pub fn top_k_of(scores: &[f32], mut candidates: Vec<u32>, k: usize) -> Vec<u32> {
+    let kept = select(scores, &mut candidates, k).len();
+    candidates.truncate(kept);
     candidates.sort_unstable_by(|&a, &b| better(scores, a, b));
     candidates
 }
