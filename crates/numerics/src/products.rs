@@ -1,10 +1,15 @@
 //! Products of several f32 rows with several others, in the orders of rules 2 and 6. Rows are
 //! grouped only to load numbers once for several of them; a result never depends on the group.
 
+use std::ops::Range;
+
 use crate::fill;
 use crate::lanes::{self, LANES, Lanes};
 use crate::multiversion;
 use crate::simd::Simd;
+
+/// Keys or values that all rows meet before the next ones: they stay in the nearest cache.
+const AT_ONCE: usize = 64;
 
 /// Dots of `Q` queries with the `16 / Q` keys from `first` on, `PASS` keys at a time, times
 /// `scale` once. Lane `q · 16/Q + k` is query `q` with key `first + k`; keys beyond the last give
@@ -66,13 +71,14 @@ fn dots_of<S: Simd, const Q: usize, const PASS: usize>(
     simd: S,
     queries: &[&[f32]],
     keys: &[&[f32]],
+    some: Range<usize>,
     scale: f32,
     out: &mut [f32],
 ) {
     let per_query = 16 / Q;
     let group: [&[f32]; Q] = fill!(&[][..]; |q| queries[q]);
-    for first in (0..keys.len()).step_by(per_query) {
-        let count = per_query.min(keys.len() - first);
+    for first in some.clone().step_by(per_query) {
+        let count = per_query.min(some.end - first);
         let sums = dots_group::<S, Q, PASS>(simd, group, keys, first, scale);
         for q in 0..Q {
             let out = &mut out[q * keys.len() + first..][..count];
@@ -83,32 +89,46 @@ fn dots_of<S: Simd, const Q: usize, const PASS: usize>(
 
 #[inline(always)]
 fn dots_kernel<S: Simd>(simd: S, queries: &[&[f32]], keys: &[&[f32]], scale: f32, out: &mut [f32]) {
-    if keys.is_empty() {
-        return;
+    for start in (0..keys.len()).step_by(AT_ONCE) {
+        let some = start..(start + AT_ONCE).min(keys.len());
+        dots_of_some(simd, queries, keys, some, scale, out);
     }
+}
+
+/// Dots with some of the keys.
+#[inline(always)]
+fn dots_of_some<S: Simd>(
+    simd: S,
+    queries: &[&[f32]],
+    keys: &[&[f32]],
+    some: Range<usize>,
+    scale: f32,
+    out: &mut [f32],
+) {
     let mut at = 0;
     while at < queries.len() {
         let (queries, out) = (&queries[at..], &mut out[at * keys.len()..]);
+        let some = some.clone();
         // Registers hold 16 sums of 32 lanes where vectors are wide, else 2.
         at += match (S::ROWS, queries.len()) {
             (8.., 4..) => {
-                dots_of::<S, 4, 2>(simd, queries, keys, scale, out);
+                dots_of::<S, 4, 2>(simd, queries, keys, some, scale, out);
                 4
             }
             (8.., 2..) => {
-                dots_of::<S, 2, 4>(simd, queries, keys, scale, out);
+                dots_of::<S, 2, 4>(simd, queries, keys, some, scale, out);
                 2
             }
             (8.., _) => {
-                dots_of::<S, 1, 8>(simd, queries, keys, scale, out);
+                dots_of::<S, 1, 8>(simd, queries, keys, some, scale, out);
                 1
             }
             (_, 2..) => {
-                dots_of::<S, 2, 1>(simd, queries, keys, scale, out);
+                dots_of::<S, 2, 1>(simd, queries, keys, some, scale, out);
                 2
             }
             _ => {
-                dots_of::<S, 1, 2>(simd, queries, keys, scale, out);
+                dots_of::<S, 1, 2>(simd, queries, keys, some, scale, out);
                 1
             }
         };
@@ -185,29 +205,40 @@ fn weighted_sums_kernel<S: Simd>(
     width: usize,
     out: &mut [f32],
 ) {
-    let mut at = 0;
-    while at < weights.len() {
-        let left = &weights[at..];
-        let out = &mut out[at * width..];
-        at += match (S::ROWS, left.len()) {
-            (8.., 4..) => group_sums::<S, 4, 4>(simd, left, values, width, out),
-            (8.., 2..) => group_sums::<S, 2, 4>(simd, left, values, width, out),
-            (_, 2..) => group_sums::<S, 2, 2>(simd, left, values, width, out),
-            _ => group_sums::<S, 1, 4>(simd, left, values, width, out),
-        };
+    // Some values at a time, ascending: the order of each sum is the same.
+    for start in (0..values.len()).step_by(AT_ONCE) {
+        let some = start..(start + AT_ONCE).min(values.len());
+        let mut at = 0;
+        while at < weights.len() {
+            let left = &weights[at..];
+            let out = &mut out[at * width..];
+            let some = some.clone();
+            at += match (S::ROWS, left.len()) {
+                (8.., 4..) => group_sums::<S, 4, 4>(simd, left, values, some, width, out),
+                (8.., 2..) => group_sums::<S, 2, 4>(simd, left, values, some, width, out),
+                (_, 2..) => group_sums::<S, 2, 2>(simd, left, values, some, width, out),
+                _ => group_sums::<S, 1, 4>(simd, left, values, some, width, out),
+            };
+        }
     }
 }
 
-/// Sums of `Q` rows: the values that all of them take together, then those of each alone.
+/// Sums of `Q` rows over some values: those that all of the rows take together, then those of each
+/// alone.
 #[inline(always)]
 fn group_sums<S: Simd, const Q: usize, const V: usize>(
     simd: S,
     weights: &[&[f32]],
     values: &[&[f32]],
+    some: Range<usize>,
     width: usize,
     out: &mut [f32],
 ) -> usize {
-    let group: [&[f32]; Q] = fill!(&[][..]; |q| weights[q]);
+    let values = &values[some.clone()];
+    let group: [&[f32]; Q] = fill!(&[][..]; |q| {
+        let row = weights[q];
+        &row[some.start.min(row.len())..some.end.min(row.len())]
+    });
     let shared = group.iter().map(|row| row.len()).min().unwrap_or(0);
     sums_of::<S, Q, V>(simd, group, &values[..shared], width, out);
     for (row, out) in group.iter().zip(out.chunks_exact_mut(width)) {

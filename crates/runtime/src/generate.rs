@@ -64,8 +64,8 @@ pub struct Generated {
     pub finish: FinishReason,
     /// Hex of the raw logits, when asked for.
     pub fingerprint: Option<String>,
-    /// Seconds from the start to the first token.
-    pub ttft_s: f64,
+    /// Seconds from the start to the first token; `None` where there was none.
+    pub ttft_s: Option<f64>,
     /// Seconds of the prefill.
     pub prefill_s: f64,
     /// Seconds from the first token to the end.
@@ -133,7 +133,7 @@ impl<'a> Generation<'a> {
             ids: Vec::new(),
             finish: FinishReason::Length,
             fingerprint: None,
-            ttft_s: prefill_s,
+            ttft_s: None,
             prefill_s,
             decode_s: 0.0,
             decode_steps: 0,
@@ -155,7 +155,7 @@ impl<'a> Generation<'a> {
                 let token = sampler.next(&logits);
                 if first_token.is_none() {
                     first_token = Some(Instant::now());
-                    out.ttft_s = started.elapsed().as_secs_f64();
+                    out.ttft_s = Some(started.elapsed().as_secs_f64());
                 }
                 if self.options.stop_ids.contains(&token) {
                     out.finish = FinishReason::Stop;

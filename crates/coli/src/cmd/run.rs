@@ -200,12 +200,12 @@ pub fn figures(engine: &Engine, generated: &Generated) -> String {
     let mut parts = vec![
         format!("{} ({})", output::counted(generated.ids.len(), "token"), generated.finish.name()),
         format!("{:.1} tok/s", generated.tokens_per_s()),
-        format!(
-            "first token after {:.0} ms (prompt {})",
-            generated.ttft_s * 1e3,
-            output::counted(generated.prompt_tokens, "token")
-        ),
     ];
+    let prompt = output::counted(generated.prompt_tokens, "token");
+    parts.push(match generated.ttft_s {
+        Some(seconds) => format!("first token after {:.0} ms (prompt {prompt})", seconds * 1e3),
+        None => format!("{prompt} of the prompt read"),
+    });
     if let Some(rate) = hit_rate(engine) {
         parts.push(format!("expert hit rate {:.1} %", rate * 100.0));
     }
@@ -260,7 +260,7 @@ fn json_figures(
         "seed": (sampler.temperature > 0.0).then_some(sampler.seed),
         "prompt_tokens": generated.prompt_tokens,
         "tok_per_s": generated.tokens_per_s(),
-        "ttft_ms": generated.ttft_s * 1e3,
+        "ttft_ms": generated.ttft_s.map(|seconds| seconds * 1e3),
         "hit_rate": hit_rate(engine),
         "bytes_read": engine.expert_stats().bytes_read,
         "peak_rss_bytes": Machine::default().peak_rss_bytes(),

@@ -104,7 +104,7 @@ pub fn kernels(
                     };
                     let least = (bytes / (read * 1e9)).max(products / (multiply * 1e9));
                     each(&KernelFigures {
-                        name: format!("{format} {activations} x{rows}"),
+                        name: format!("{} {activations} x{rows}", name(format)),
                         level: isa.level().name(),
                         gb_per_s: bytes / seconds / 1e9,
                         gmac_per_s: products / seconds / 1e9,
@@ -115,6 +115,14 @@ pub fn kernels(
         }
     }
     Ok(())
+}
+
+/// The name by which a format is asked for.
+fn name(format: Format) -> String {
+    match format {
+        Format::Fp8B128(Fp8Scale::Ue8m0) => format!("{format}-ue8m0"),
+        _ => format.to_string(),
+    }
 }
 
 /// A matrix of the bench's shape with numbers of no meaning.

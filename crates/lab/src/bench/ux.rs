@@ -61,7 +61,7 @@ pub fn ux(
     let figures = scenarios.iter().zip(runs).map(|(scenario, runs)| UxFigures {
         name: scenario.name,
         prompt_tokens: scenario.prompt.len(),
-        ttft_s: Rates::of(runs.iter().map(|run| run.ttft_s).collect()),
+        ttft_s: Rates::of(runs.iter().filter_map(|run| run.ttft_s).collect()),
         tok_per_s: Rates::of(runs.iter().map(runtime::Generated::tokens_per_s).collect()),
         fingerprint: runs[0].fingerprint.clone().unwrap_or_default(),
     });
