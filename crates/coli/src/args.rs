@@ -448,7 +448,7 @@ pub enum BenchCommand {
 /// What every bench takes.
 #[derive(Args, Debug)]
 pub struct BenchOptions {
-    /// Repetitions, after one that warms up
+    /// Repetitions that count; decode, prefill and kernels run one more first, to warm up
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = parse_count)]
     pub reps: usize,
     /// Print one JSON object on stdout

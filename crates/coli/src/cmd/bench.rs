@@ -89,16 +89,18 @@ fn decode_batch(args: &BenchDecodeArgs) -> Outcome {
         return Ok(());
     }
     say!(
-        "decode of {} sequences {} tok/s, of one {} tok/s | per step {} and {}, {} per sequence of \
-         them keys and values | gain {gain:.2} of {allowed:.2} that the bytes allow: {:.0} % | read \
-         loop {:.1} GB/s | logits as alone",
+        "decode of {} sequences {} tok/s, of one {} tok/s | gain {gain:.2} of {allowed:.2} that the \
+         bytes allow: {:.0} % | logits as alone",
         figures.batch,
         rates(&figures.tok_per_s),
         rates(&figures.single_tok_per_s),
+        gain / allowed * 100.0
+    );
+    say!(
+        "a step reads {}, of one sequence {} (keys and values: {} for each) | read loop {:.1} GB/s",
         output::bytes(figures.batch_bytes),
         output::bytes(figures.single_bytes),
         output::bytes(figures.attended_bytes),
-        gain / allowed * 100.0,
         figures.read_gb_per_s
     );
     Ok(())
@@ -159,6 +161,11 @@ fn kernels(args: &BenchKernelsArgs) -> Outcome {
         return Err(Failure::usage(
             "these formats take no int8 activations; give --activations f32",
         ));
+    }
+    if options.activations == [Activations::Int8] {
+        for format in options.formats.iter().filter(|format| exact(format)) {
+            note!("{format} takes no int8 activations: left out");
+        }
     }
     let mut all = Vec::new();
     if !args.options.json {
@@ -245,6 +252,11 @@ fn io(args: &BenchIoArgs) -> Outcome {
 }
 
 fn ux(args: &BenchUxArgs) -> Outcome {
+    if args.tokens < 2 {
+        return Err(Failure::usage(
+            "--tokens 1 leaves no tokens after the first to time; give 2 or more",
+        ));
+    }
     let engine =
         model::open_for_bench(&args.engine, 0, 1, args.tokens.saturating_add(UX_PROMPT_LEAST))?;
     let dirs = model::dirs(&args.engine.model)?;

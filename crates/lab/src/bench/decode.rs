@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use container::{ContainerError, LayerKind, Role, TensorSpec, tensors};
-use models::KvShape;
+use container::{Attention, ContainerError, LayerKind, Role, TensorSpec, tensors};
+use models::{KvKind, KvShape};
 use numerics::topk;
 use runtime::{Engine, Session, Want, Work};
 
@@ -126,8 +126,7 @@ pub fn decode_batch(
             distinct = all.experts_per_step;
         }
     }
-    let positions = DECODE_PROMPT as u64 + tokens.div_ceil(2) as u64;
-    let attended_bytes = positions * KvShape::of(engine.model()).bytes_per_position() as u64;
+    let attended_bytes = attended_bytes(engine, DECODE_PROMPT + tokens.div_ceil(2));
     Ok(BatchFigures {
         batch,
         tok_per_s: Rates::of(together),
@@ -140,6 +139,21 @@ pub fn decode_batch(
         attended_bytes,
         read_gb_per_s: Rates::of(reads).median,
     })
+}
+
+/// Bytes of keys and values that a token at `positions` reads: with an indexer all index keys, and
+/// of the others as many as it chooses.
+fn attended_bytes(engine: &Engine, positions: usize) -> u64 {
+    let (config, shape) = (engine.config(), KvShape::of(engine.model()));
+    let chosen = match &config.attention {
+        Attention::Mla { indexer: Some(indexer), .. } => positions.min(indexer.topk),
+        _ => positions,
+    };
+    let layers = (0..config.layers).map(|layer| {
+        let width = |kind| shape.width(layer, kind);
+        (width(KvKind::Key) + width(KvKind::Value)) * chosen + width(KvKind::Index) * positions
+    });
+    (layers.sum::<usize>() * size_of::<f32>()) as u64
 }
 
 struct Run {
