@@ -68,7 +68,7 @@ struct State {
 }
 
 /// Experts of a request that need no allocation: those of one token.
-const FEW: usize = 8;
+const FEW: usize = 16;
 
 /// Experts of a request that were in memory.
 pub type Ready = SmallVec<[(u32, Lease); FEW]>;

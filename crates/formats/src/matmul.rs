@@ -4,8 +4,8 @@
 //! exact integer, then one fused multiply-add per block, ascending (rule 3). With f32 activations
 //! one accumulator per output takes the inputs in ascending order, one fused multiply-add each.
 //! Formats without tiles use the 32 lanes of rule 2. A row's result never depends on the others:
-//! rows are only grouped to decode weights once for several of them, a [`few`] in registers,
-//! [`many`] through a decoded panel.
+//! rows are only grouped to decode weights once for several of them: a [`few`], and up to eight
+//! packed ones, in registers, [`many`] through a decoded panel.
 
 mod few;
 mod many;
@@ -65,7 +65,7 @@ macro_rules! for_codes {
     };
 }
 
-/// Rows up to which weights are decoded in registers, and no level uses matrix tiles.
+/// Rows that are multiplied as they are, not packed, and without matrix tiles at every level.
 pub const FEW_ROWS_MAX: usize = few::ROWS_MAX;
 /// Output rows per unit of parallel work: two pairs of tiles.
 const GRAIN: usize = 64;
@@ -368,7 +368,7 @@ fn put_tile(
 /// near enough to be used before they are replaced.
 const PREFETCH_BYTES: usize = 4096;
 
-/// Asks for what follows the codes of a block, as many bytes as it has.
+/// Asks for what lies [`PREFETCH_BYTES`] behind some bytes of weights, as many lines as they have.
 #[inline(always)]
 fn prefetch<S: Simd>(simd: S, chunks: &[u8]) {
     for line in (0..chunks.len()).step_by(64) {

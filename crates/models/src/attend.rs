@@ -97,10 +97,12 @@ impl<'a> HeadState<'a> {
             // Pages are as long as blocks, so a block is the beginning of a page.
             Selection::First => {
                 let rows = page(start / PAGE).chunks_exact(width);
+                assert!(rows.len() >= block.len(), "a page with fewer rows than are attended to");
                 block.iter_mut().zip(rows).for_each(|(to, row)| *to = &row[first..]);
             }
             Selection::Listed(list) => {
-                for (to, position) in block.iter_mut().zip(&list[start..]) {
+                let list = &list[start..][..block.len()];
+                for (to, position) in block.iter_mut().zip(list) {
                     let position = *position as usize;
                     let row = &page(position / PAGE)[position % PAGE * width..][..width];
                     *to = &row[first..];
@@ -233,6 +235,7 @@ mod tests {
             (0..5).map(|q| (0..32).map(|i| value(q * 977 + i)).collect()).collect();
         let part = Part { kind: KvKind::Key, width, first: 0 };
         let team = Arc::new(Team::new(1).unwrap());
+        let mut block = BlockRows::default();
         for isa in Isa::available() {
             let compute = Compute::new(isa, team.clone(), Activations::F32);
             for (selection, rows) in [(Selection::First, &all), (Selection::Listed(&list), &listed)]
@@ -246,7 +249,6 @@ mod tests {
                 let mut out = vec![9.0; group.len() * value_width];
                 let (kv, key, value, scale) = (&kv, part, part, 0.3);
                 let state = HeadState { kv, sequence: 0, layer: 0, key, value, selection, scale };
-                let mut block = BlockRows::default();
                 attend(&compute, &state, &mut block, &group, value_width, &mut out).unwrap();
                 for (query, got) in group.iter().zip(out.chunks_exact(value_width)) {
                     let want = reference(query.values, &rows[..query.count], 0.3, value_width);

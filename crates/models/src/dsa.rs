@@ -39,10 +39,10 @@ pub struct Indexer {
 }
 
 /// Keys selected for each row of a step; `None` for rows that see all of theirs.
-pub type Selections = SmallVec<[Option<Buf<u32>>; FEW]>;
+pub type Selections = SmallVec<[Option<Buf<u32>>; FEW_ROWS]>;
 
 /// Rows of a step that need no allocation.
-const FEW: usize = 4;
+const FEW_ROWS: usize = 4;
 
 impl Indexer {
     /// Loads the indexer of a layer.
@@ -83,7 +83,7 @@ impl Indexer {
         }
         let mut selections: Selections = rows.iter().map(|_| None).collect();
         // Rows beyond the first `topk` positions of their sequences choose among their keys.
-        let choosing: SmallVec<[usize; FEW]> =
+        let choosing: SmallVec<[usize; FEW_ROWS]> =
             (0..rows.len()).filter(|at| rows[*at].position >= self.topk).collect();
         if choosing.is_empty() {
             return Ok(selections);
@@ -123,7 +123,7 @@ impl Indexer {
                 }
             });
             errors.result()?;
-            let mut chosen: SmallVec<[Buf<u32>; FEW]> =
+            let mut chosen: SmallVec<[Buf<u32>; FEW_ROWS]> =
                 wave.iter().map(|_| Buf::default()).collect();
             compute.team.rows(wave.len(), 1, rows_mut(&mut chosen, 1), |slots, chosen| {
                 for (slot, chosen) in slots.zip(chosen) {

@@ -161,7 +161,8 @@ fn choose(choice: &[f32], groups: usize, keep: usize, chosen: &mut [u32]) {
     };
     let scores: SmallVec<[f32; FEW]> = choice.chunks_exact(size).map(best_two).collect();
     let mut kept: SmallVec<[u32; FEW]> = SmallVec::from_elem(0, keep);
-    topk::best_of(&scores, 0..groups as u32, &mut kept);
+    let found = topk::best_of(&scores, 0..groups as u32, &mut kept);
+    kept.truncate(found);
     kept.sort_unstable();
     let size = size as u32;
     let candidates = kept.into_iter().flat_map(|group| group * size..(group + 1) * size);

@@ -8,7 +8,8 @@ use crate::lanes::{self, LANES, Lanes};
 use crate::multiversion;
 use crate::simd::Simd;
 
-/// Keys or values that all rows meet before the next ones: they stay in the nearest cache.
+/// Keys or values that all rows meet before the next ones: they stay in the nearest cache where
+/// they are short, in the next one where they are long.
 const AT_ONCE: usize = 64;
 
 /// Dots of `Q` queries with the `16 / Q` keys from `first` on, `PASS` keys at a time, times
@@ -205,6 +206,7 @@ fn weighted_sums_kernel<S: Simd>(
     width: usize,
     out: &mut [f32],
 ) {
+    assert!(weights.iter().all(|row| row.len() <= values.len()), "more weights than values");
     // Some values at a time, ascending: the order of each sum is the same.
     for start in (0..values.len()).step_by(AT_ONCE) {
         let some = start..(start + AT_ONCE).min(values.len());
@@ -279,9 +281,17 @@ mod tests {
 
     #[test]
     fn dots_of_any_group_are_the_single_dots_at_every_level() {
-        for (queries, keys, len) in
-            [(1, 1, 5), (1, 17, 64), (2, 9, 33), (3, 16, 128), (4, 5, 576), (7, 37, 100), (9, 3, 1)]
-        {
+        for (queries, keys, len) in [
+            (1, 1, 5),
+            (1, 17, 64),
+            (2, 9, 33),
+            (2, 64, 16),
+            (3, 16, 128),
+            (4, 5, 576),
+            (5, 131, 33),
+            (7, 37, 100),
+            (9, 3, 1),
+        ] {
             let (q, k) = (rows(queries, len, 1), rows(keys, len + 3, 2));
             for isa in Isa::available() {
                 let mut out = vec![9.0; queries * keys];
@@ -303,8 +313,10 @@ mod tests {
             (vec![1, 2, 3, 4, 37], 64),
             (vec![37; 9], 100),
             (vec![5, 0, 9, 9, 2, 1], 576),
+            (vec![130, 64, 65, 3, 0], 40),
+            (vec![131; 9], 64),
         ] {
-            let values = rows(37, width + 3, 3);
+            let values = rows(131, width + 3, 3);
             let weights: Vec<Vec<f32>> =
                 counts.iter().enumerate().map(|(q, n)| rows(1, *n, q).remove(0)).collect();
             let start = 0.25;

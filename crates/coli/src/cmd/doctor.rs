@@ -139,7 +139,8 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
     for ((class, format), used) in &report.stored {
         if used.tensors > 0 && ["int4-row", "int2-row"].contains(&format.as_str()) {
             let detail = format!("{} are stored as {format}", class.name());
-            let remedy = "one scale per row is known to answer poorly; int4-g64 takes a tenth more";
+            let remedy =
+                "one scale per row is known to answer poorly; int4-g64 takes 4.5 bits a weight";
             checks.add("format", State::Warn, detail, remedy);
         }
     }

@@ -127,7 +127,7 @@ fn int8_tile<S: Simd, C: Codes, const R: usize>(
 /// Whether [`packed_tiles`] computes these rows. Decoding e8 takes registers of its own.
 #[inline(always)]
 pub fn takes_packed<S: Simd, C: Codes>(packed: &PackedRows) -> bool {
-    S::ROWS == PACKED_ROWS
+    S::ROWS == 8
         && C::SCALING != Scaling::E8
         && packed.rows() <= PACKED_ROWS
         && packed.matrix_tiles().is_none()
@@ -156,7 +156,7 @@ fn packed_rows<S: Simd, C: Codes, const R: usize>(
     out: &mut Columns<'_>,
 ) {
     let Some((shape, _)) = job.matrix.desc.tile() else { return };
-    let Some(x) = packed.chunks().next() else { return };
+    let Some(x) = packed.chunks().next() else { panic!("no packed rows") };
     for column in out.range().step_by(ROWS) {
         let tile = job.tile(column);
         let columns = column..(column + ROWS).min(out.range().end);
@@ -165,7 +165,8 @@ fn packed_rows<S: Simd, C: Codes, const R: usize>(
             64 => packed_tile::<S, C, R, 16>(simd, &shape, tile, &x),
             48 => packed_tile::<S, C, R, 12>(simd, &shape, tile, &x),
             32 => packed_tile::<S, C, R, 8>(simd, &shape, tile, &x),
-            _ => packed_tile::<S, C, R, 4>(simd, &shape, tile, &x),
+            16 => packed_tile::<S, C, R, 4>(simd, &shape, tile, &x),
+            other => panic!("activation blocks of {other}"),
         };
         for (row, sum) in sums.into_iter().enumerate().take(x.rows) {
             let mut values = [0.0; ROWS];
@@ -193,7 +194,9 @@ fn packed_tile<S: Simd, C: Codes, const R: usize, const W: usize>(
         let x = x.block(index);
         let rows = x.codes.as_chunks::<4>().0.as_chunks::<W>().0.first_chunk::<R>();
         let factors = (x.scales.first_chunk(), x.corrections.first_chunk());
-        let (Some(rows), (Some(x_scales), Some(corrections))) = (rows, factors) else { break };
+        let (Some(rows), (Some(x_scales), Some(corrections))) = (rows, factors) else {
+            panic!("packed rows without padding");
+        };
         let corrections: &[i32; R] = corrections;
         let x_scales: &[f32; R] = x_scales;
         let mut sums = [[simd.splat(0); PARTS]; R];

@@ -267,7 +267,9 @@ fn int8_groups<S: Simd, C: Codes, const T: usize, const R: usize, const W: usize
                 }
             }
         }
-        let Some(sums) = sums.as_chunks_mut::<R>().0.get_mut(group) else { return };
+        let Some(sums) = sums.as_chunks_mut::<R>().0.get_mut(group) else {
+            panic!("more packed rows than sums");
+        };
         for r in 0..R {
             for t in 0..T {
                 let sum = &mut sums[r][first + t];

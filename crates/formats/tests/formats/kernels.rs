@@ -9,7 +9,7 @@ use numerics::{Activations, Isa, NumericError};
 use crate::support::{Encoded, FORMATS, compute, encode, noise};
 
 /// Rows of activations: the few that stay in registers, and more than fit one vector's sums.
-const COUNTS: [usize; 7] = [1, 2, 3, 4, 5, 14, 35];
+const COUNTS: [usize; 11] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 14, 35];
 
 /// Shapes with odd sizes: rows beyond a tile, inputs that end inside groups, blocks and bytes.
 const SHAPES: [(usize, usize); 6] = [(16, 256), (1, 1), (17, 33), (40, 72), (5, 300), (130, 528)];

@@ -75,7 +75,7 @@ pub struct BatchFigures {
     pub single_bytes: u64,
     /// The same for a step of all sequences, by the experts they chose.
     pub batch_bytes: u64,
-    /// Bytes of keys and values among them, per sequence, on average over the tokens.
+    /// Bytes of keys and values among them, per sequence, for the token in the middle.
     pub attended_bytes: u64,
     /// Median of the read-bandwidth loop, in 10^9 bytes per second.
     pub read_gb_per_s: f64,

@@ -51,6 +51,9 @@ pub fn ux(
             let mut session = engine.session().map_err(runtime::OpenError::from)?;
             let generation = Generation::new(engine, options);
             let run = generation.run(&mut session, &scenario.prompt, &mut |_| true)?;
+            if run.ttft_s.is_none() {
+                return Err(LabError::Check(format!("{}: no token came", scenario.name)));
+            }
             if runs.first().is_some_and(|first| first.fingerprint != run.fingerprint) {
                 let name = scenario.name;
                 return Err(LabError::Check(format!("{name}: the fingerprint drifted")));
