@@ -7,6 +7,9 @@ use numerics::{Buf, Compute, NumericError, Scratch};
 
 use crate::load::LoadError;
 
+/// Experts that need no allocation: as many as one token is routed to.
+pub const FEW_EXPERTS: usize = 16;
+
 /// One choice of the router: an expert and the weight of its output.
 #[derive(Clone, Copy, Default, PartialEq, Debug)]
 pub struct Route {

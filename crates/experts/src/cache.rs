@@ -13,6 +13,7 @@ use std::thread::{self, JoinHandle};
 use formats::{Buffer, ExpertRef};
 use smallvec::SmallVec;
 
+use crate::backend::FEW_EXPERTS;
 use crate::load::{ExpertTable, LoadError, load_expert};
 use crate::reader::Reader;
 
@@ -67,11 +68,8 @@ struct State {
     stop: bool,
 }
 
-/// Experts of a request that need no allocation: those of one token.
-const FEW: usize = 16;
-
 /// Experts of a request that were in memory.
-pub type Ready = SmallVec<[(u32, Lease); FEW]>;
+pub type Ready = SmallVec<[(u32, Lease); FEW_EXPERTS]>;
 
 /// What the cache did.
 #[derive(Debug, Default)]
@@ -378,7 +376,7 @@ impl Drop for ExpertCache {
 pub struct Pending<'a> {
     cache: &'a ExpertCache,
     layer: u32,
-    experts: SmallVec<[u32; FEW]>,
+    experts: SmallVec<[u32; FEW_EXPERTS]>,
 }
 
 impl Pending<'_> {

@@ -10,7 +10,7 @@ pub mod load;
 pub mod local;
 pub mod reader;
 
-pub use backend::{ExpertBackend, ExpertError, ExpertStats, Route, RoutedBatch};
+pub use backend::{ExpertBackend, ExpertError, ExpertStats, FEW_EXPERTS, Route, RoutedBatch};
 pub use ledger::{ByteClass, Ledger, LedgerError, Reservation};
 pub use load::LoadError;
 pub use local::{LocalExperts, LocalOptions};

@@ -316,7 +316,7 @@ multiversion! {
 fn run_kernel<S: Simd>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
     for_codes!(
         job.matrix.desc.format(),
-        |C| if job.rows.count <= few::ROWS_MAX {
+        |C| if few::takes::<S, C>(job) {
             few::tiles::<S, C>(simd, job, out)
         } else {
             many::tiles::<S, C>(simd, job, out)

@@ -49,7 +49,15 @@ impl KvShape {
 
     /// Bytes per position over all layers.
     pub fn bytes_per_position(&self) -> usize {
-        self.layers.iter().flatten().sum::<usize>() * size_of::<f32>()
+        self.attended_bytes(1, 1)
+    }
+
+    /// Bytes that a token at `positions` reads over all layers: every index key, and of the other
+    /// keys and values those of `chosen` positions.
+    pub fn attended_bytes(&self, positions: usize, chosen: usize) -> usize {
+        let layers = self.layers.iter();
+        let numbers = layers.map(|[key, value, index]| (key + value) * chosen + index * positions);
+        numbers.sum::<usize>() * size_of::<f32>()
     }
 }
 

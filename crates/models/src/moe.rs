@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use container::{Config, MoeConfig, Role, Scoring};
-use experts::{ExpertBackend, Route, RoutedBatch};
+use experts::{ExpertBackend, FEW_EXPERTS, Route, RoutedBatch};
 use formats::{Input, QTensor};
 use numerics::team::rows_mut;
 use numerics::{Buf, Compute, combine, function, lanes, topk};
@@ -19,8 +19,6 @@ use crate::weights::{DenseLoad, Ffn};
 /// Added to the sum of sigmoid weights before they are divided by it, as the reference does.
 const SIGMOID_SUM_EPS: f32 = 1e-20;
 
-/// Routes, and groups of experts, that need no allocation: those of one token.
-const FEW: usize = 16;
 /// Rows that one task of the thread team routes, at least.
 const ROUTE_GRAIN: usize = 8;
 
@@ -67,7 +65,7 @@ impl Moe {
         let (count, top_k) = (self.config.experts, self.config.top_k);
         let mut logits = linear(compute, &self.router, x).map_err(&numeric)?;
         check_finite(compute, "router logits", &logits, count).map_err(&numeric)?;
-        let mut routes: SmallVec<[Route; FEW]> =
+        let mut routes: SmallVec<[Route; FEW_EXPERTS]> =
             SmallVec::from_elem(Route::default(), x.rows() * top_k);
         let parts = (rows_mut(&mut logits, count), rows_mut(&mut routes, top_k));
         compute.team.rows(x.rows(), ROUTE_GRAIN, parts, |_, (logits, routes)| {
@@ -159,8 +157,8 @@ fn choose(choice: &[f32], groups: usize, keep: usize, chosen: &mut [u32]) {
         let found = topk::best_of(group, 0..group.len() as u32, &mut best);
         best[..found].iter().map(|at| group[*at as usize]).sum::<f32>()
     };
-    let scores: SmallVec<[f32; FEW]> = choice.chunks_exact(size).map(best_two).collect();
-    let mut kept: SmallVec<[u32; FEW]> = SmallVec::from_elem(0, keep);
+    let scores: SmallVec<[f32; FEW_EXPERTS]> = choice.chunks_exact(size).map(best_two).collect();
+    let mut kept: SmallVec<[u32; FEW_EXPERTS]> = SmallVec::from_elem(0, keep);
     let found = topk::best_of(&scores, 0..groups as u32, &mut kept);
     kept.truncate(found);
     kept.sort_unstable();

@@ -67,6 +67,7 @@ fn dots_group<S: Simd, const Q: usize, const PASS: usize>(
     out
 }
 
+/// Dots of the first `Q` queries with some of the keys; returns `Q`.
 #[inline(always)]
 fn dots_of<S: Simd, const Q: usize, const PASS: usize>(
     simd: S,
@@ -75,7 +76,7 @@ fn dots_of<S: Simd, const Q: usize, const PASS: usize>(
     some: Range<usize>,
     scale: f32,
     out: &mut [f32],
-) {
+) -> usize {
     let per_query = 16 / Q;
     let group: [&[f32]; Q] = fill!(&[][..]; |q| queries[q]);
     for first in some.clone().step_by(per_query) {
@@ -86,53 +87,26 @@ fn dots_of<S: Simd, const Q: usize, const PASS: usize>(
             out.copy_from_slice(&sums[q * per_query..][..count]);
         }
     }
+    Q
 }
 
 #[inline(always)]
 fn dots_kernel<S: Simd>(simd: S, queries: &[&[f32]], keys: &[&[f32]], scale: f32, out: &mut [f32]) {
     for start in (0..keys.len()).step_by(AT_ONCE) {
         let some = start..(start + AT_ONCE).min(keys.len());
-        dots_of_some(simd, queries, keys, some, scale, out);
-    }
-}
-
-/// Dots with some of the keys.
-#[inline(always)]
-fn dots_of_some<S: Simd>(
-    simd: S,
-    queries: &[&[f32]],
-    keys: &[&[f32]],
-    some: Range<usize>,
-    scale: f32,
-    out: &mut [f32],
-) {
-    let mut at = 0;
-    while at < queries.len() {
-        let (queries, out) = (&queries[at..], &mut out[at * keys.len()..]);
-        let some = some.clone();
-        // Registers hold 16 sums of 32 lanes where vectors are wide, else 2.
-        at += match (S::ROWS, queries.len()) {
-            (8.., 4..) => {
-                dots_of::<S, 4, 2>(simd, queries, keys, some, scale, out);
-                4
-            }
-            (8.., 2..) => {
-                dots_of::<S, 2, 4>(simd, queries, keys, some, scale, out);
-                2
-            }
-            (8.., _) => {
-                dots_of::<S, 1, 8>(simd, queries, keys, some, scale, out);
-                1
-            }
-            (_, 2..) => {
-                dots_of::<S, 2, 1>(simd, queries, keys, some, scale, out);
-                2
-            }
-            _ => {
-                dots_of::<S, 1, 2>(simd, queries, keys, some, scale, out);
-                1
-            }
-        };
+        let mut at = 0;
+        while at < queries.len() {
+            let (queries, out) = (&queries[at..], &mut out[at * keys.len()..]);
+            let some = some.clone();
+            // Registers hold 16 sums of 32 lanes where vectors are wide, else 2.
+            at += match (S::ROWS, queries.len()) {
+                (8.., 4..) => dots_of::<S, 4, 2>(simd, queries, keys, some, scale, out),
+                (8.., 2..) => dots_of::<S, 2, 4>(simd, queries, keys, some, scale, out),
+                (8.., _) => dots_of::<S, 1, 8>(simd, queries, keys, some, scale, out),
+                (_, 2..) => dots_of::<S, 2, 1>(simd, queries, keys, some, scale, out),
+                _ => dots_of::<S, 1, 2>(simd, queries, keys, some, scale, out),
+            };
+        }
     }
 }
 

@@ -153,17 +153,15 @@ fn kernels(args: &BenchKernelsArgs) -> Outcome {
         },
         repetitions: args.options.reps,
     };
-    let exact = |format: &Format| !format.takes_int8_activations();
-    if options.activations == [Activations::Int8]
-        && !options.formats.is_empty()
-        && options.formats.iter().all(exact)
-    {
-        return Err(Failure::usage(
-            "these formats take no int8 activations; give --activations f32",
-        ));
-    }
-    if options.activations == [Activations::Int8] {
-        for format in options.formats.iter().filter(|format| exact(format)) {
+    if options.activations == [Activations::Int8] && !options.formats.is_empty() {
+        let exact = |format: &&Format| !format.takes_int8_activations();
+        let left_out: Vec<&Format> = options.formats.iter().filter(exact).collect();
+        if left_out.len() == options.formats.len() {
+            return Err(Failure::usage(
+                "these formats take no int8 activations; give --activations f32",
+            ));
+        }
+        for format in left_out {
             note!("{format} takes no int8 activations: left out");
         }
     }

@@ -25,9 +25,30 @@ pub const ROWS_MAX: usize = 4;
 /// Packed rows that come this way where there are registers for them.
 pub const PACKED_ROWS: usize = 8;
 
-/// Computes the columns of `out` for all rows, at most [`ROWS_MAX`].
+/// Whether these rows come this way. Packed ones do where there are registers for them; decoding
+/// e8 takes registers of its own.
+#[inline(always)]
+pub fn takes<S: Simd, C: Codes>(job: &Job<'_>) -> bool {
+    match job.packed {
+        None => job.rows.count <= ROWS_MAX,
+        Some(packed) => {
+            S::ROWS == 8
+                && C::SCALING != Scaling::E8
+                && packed.rows() <= PACKED_ROWS
+                && packed.matrix_tiles().is_none()
+        }
+    }
+}
+
+/// Computes the columns of `out` for all rows, which [`takes`] must have accepted.
 #[inline(always)]
 pub fn tiles<S: Simd, C: Codes>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
+    if let Some(packed) = job.packed {
+        return match packed.rows() {
+            ..=6 => packed_rows::<S, C, 6>(simd, job, packed, out),
+            _ => packed_rows::<S, C, PACKED_ROWS>(simd, job, packed, out),
+        };
+    }
     // Rows beyond the last are that one again; their sums are dropped.
     for first in (0..job.rows.count).step_by(S::ROWS.min(ROWS_MAX)) {
         match (S::ROWS, job.rows.count - first) {
@@ -115,39 +136,10 @@ fn int8_tile<S: Simd, C: Codes, const R: usize>(
             acc[r] = add_block::<S, C>(simd, sum, scales, x[r].scales[index], acc[r]);
         }
     }
-    if C::SCALING == Scaling::Row {
-        let scales = load_f32(simd, tile);
-        for acc in &mut acc {
-            *acc = simd.mul_f32(*acc, scales);
-        }
-    }
-    acc
+    times_row_scales::<S, C, R>(simd, tile, acc)
 }
 
-/// Whether [`packed_tiles`] computes these rows. Decoding e8 takes registers of its own.
-#[inline(always)]
-pub fn takes_packed<S: Simd, C: Codes>(packed: &PackedRows) -> bool {
-    S::ROWS == 8
-        && C::SCALING != Scaling::E8
-        && packed.rows() <= PACKED_ROWS
-        && packed.matrix_tiles().is_none()
-}
-
-/// Computes the columns of `out` for [`PACKED_ROWS`] packed rows or fewer.
-#[inline(always)]
-pub fn packed_tiles<S: Simd, C: Codes>(
-    simd: S,
-    job: &Job<'_>,
-    packed: &PackedRows,
-    out: &mut Columns<'_>,
-) {
-    match packed.rows() {
-        ..=6 => packed_rows::<S, C, 6>(simd, job, packed, out),
-        _ => packed_rows::<S, C, PACKED_ROWS>(simd, job, packed, out),
-    }
-}
-
-/// [`packed_tiles`] for the first `R` rows.
+/// [`tiles`] for the first `R` packed rows.
 #[inline(always)]
 fn packed_rows<S: Simd, C: Codes, const R: usize>(
     simd: S,
@@ -223,13 +215,23 @@ fn packed_tile<S: Simd, C: Codes, const R: usize, const W: usize>(
             acc[r] = add_block::<S, C>(simd, sum, scales, x_scales[r], acc[r]);
         }
     }
+    times_row_scales::<S, C, R>(simd, tile, acc)
+}
+
+/// Sums times the scales at the head of a tile, where the format has them there.
+#[inline(always)]
+fn times_row_scales<S: Simd, C: Codes, const R: usize>(
+    simd: S,
+    tile: &[u8],
+    mut sums: [S::F; R],
+) -> [S::F; R] {
     if C::SCALING == Scaling::Row {
         let scales = load_f32(simd, tile);
-        for acc in &mut acc {
-            *acc = simd.mul_f32(*acc, scales);
+        for sum in &mut sums {
+            *sum = simd.mul_f32(*sum, scales);
         }
     }
-    acc
+    sums
 }
 
 #[inline(always)]

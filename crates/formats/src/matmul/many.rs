@@ -8,7 +8,7 @@ use numerics::fill;
 use numerics::simd::{MatrixTiles, Panel, Simd, TILE_ROWS, TILE_ROWS_MAX, TileSession, WORDS_MAX};
 use numerics::team::Columns;
 
-use super::few::{self, weights};
+use super::few::weights;
 use super::packed::{CHUNK_ROWS, PackedBlock, PackedChunk, PackedRows, Packing};
 use super::{Job, add_block, block_scales, load_f32, prefetch, put_tile, x_word};
 use crate::input::Operand;
@@ -37,9 +37,6 @@ pub fn tiles<S: Simd, C: Codes>(simd: S, job: &Job<'_>, out: &mut Columns<'_>) {
     match (job.operand, job.packed) {
         (Operand::F32 { rows, stride }, _) => {
             f32_tiles::<S, C>(simd, job, rows, stride, out);
-        }
-        (Operand::Int8(_), Some(packed)) if few::takes_packed::<S, C>(packed) => {
-            few::packed_tiles::<S, C>(simd, job, packed, out);
         }
         (Operand::Int8(_), Some(packed)) => int8_tiles::<S, C>(simd, job, packed, out),
         (Operand::Int8(_), None) => panic!("int8 rows that were not packed"),

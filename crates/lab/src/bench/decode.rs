@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use container::{Attention, ContainerError, LayerKind, Role, TensorSpec, tensors};
-use models::{KvKind, KvShape};
+use models::KvShape;
 use numerics::topk;
 use runtime::{Engine, Session, Want, Work};
 
@@ -141,19 +141,13 @@ pub fn decode_batch(
     })
 }
 
-/// Bytes of keys and values that a token at `positions` reads: with an indexer all index keys, and
-/// of the others as many as it chooses.
+/// Bytes of keys and values that a token at `positions` reads.
 fn attended_bytes(engine: &Engine, positions: usize) -> u64 {
-    let (config, shape) = (engine.config(), KvShape::of(engine.model()));
-    let chosen = match &config.attention {
+    let chosen = match &engine.config().attention {
         Attention::Mla { indexer: Some(indexer), .. } => positions.min(indexer.topk),
         _ => positions,
     };
-    let layers = (0..config.layers).map(|layer| {
-        let width = |kind| shape.width(layer, kind);
-        (width(KvKind::Key) + width(KvKind::Value)) * chosen + width(KvKind::Index) * positions
-    });
-    (layers.sum::<usize>() * size_of::<f32>()) as u64
+    KvShape::of(engine.model()).attended_bytes(positions, chosen) as u64
 }
 
 struct Run {
