@@ -10,7 +10,7 @@ use crate::simd::{HardwareTiles, MatrixTiles};
 pub enum Level {
     /// Portable code; the reference.
     Scalar,
-    /// AVX2 with FMA and F16C.
+    /// AVX2 with FMA, F16C and POPCNT.
     Avx2,
     /// AVX2 with the 256-bit integer dot product.
     AvxVnni,
@@ -44,7 +44,8 @@ impl Level {
     pub fn is_available(self) -> bool {
         let avx2 = is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
-            && is_x86_feature_detected!("f16c");
+            && is_x86_feature_detected!("f16c")
+            && is_x86_feature_detected!("popcnt");
         let avx512 = avx2
             && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")

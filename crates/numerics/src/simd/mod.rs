@@ -31,6 +31,11 @@ pub const TILE_ROWS_MAX: usize = 32;
 /// Integer products of a block: per panel, row and output.
 pub type BlockProducts = [[[i32; 16]; TILE_ROWS_MAX]; 2];
 
+/// Slots of the tables of [`Simd::gather_slots`] and [`Simd::rans_step`].
+pub const SLOTS: usize = 4096;
+/// Bytes that [`Simd::rans_step`] is shown: words for 64 lanes.
+pub const WINDOW: usize = 128;
+
 /// A level's vector operations. A value of an implementing type proves that the CPU has the level.
 pub trait Simd: Copy + Send + Sync + 'static {
     /// 16 lanes of 32 bits, or 64 bytes: byte `b` of lane `l` is byte `4 l + b`.
@@ -101,6 +106,23 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn lookup_lanes(self, table: &[u32; 16], lanes: Self::I) -> Self::I;
     /// Lane `l` is `table[indices[l]]`.
     fn gather(self, table: &[u32; 256], indices: &[u8; 16]) -> Self::I;
+    /// Lane `l` is `table[lanes[l] % SLOTS]`.
+    fn gather_slots(self, table: &[u32; SLOTS], lanes: Self::I) -> Self::I;
+    /// One step of 16 decoders of an entropy coder (rANS). A lane's slot is
+    /// `table[state % SLOTS]`: a share of the slots in bits 20 to 31 and the slot's number within
+    /// the share in bits 8 to 19. The new state is `share * (state / SLOTS) + number`, wrapping; if
+    /// that is below 2^16, it moves up by 16 bits and takes the next of the little-endian 16-bit
+    /// words that begin at byte `at` of the window, lane by lane.
+    ///
+    /// Returns the states, the slots and how many bytes were taken, at most 32. `at` must be at
+    /// most `WINDOW - 32`.
+    fn rans_step(
+        self,
+        table: &[u32; SLOTS],
+        states: Self::I,
+        window: &[u8; WINDOW],
+        at: usize,
+    ) -> (Self::I, Self::I, usize);
     /// Byte `b` is `value` where bit `b` of `mask` is set, else 0.
     fn expand_bits(self, mask: u64, value: u8) -> Self::I;
     /// The larger of two lanes, unsigned.
@@ -215,25 +237,25 @@ macro_rules! multiversion {
             #[cfg(target_arch = "x86_64")]
             {
                 use $crate::simd::x86;
-                #[target_feature(enable = "avx2,fma,f16c")]
+                #[target_feature(enable = "avx2,fma,f16c,popcnt")]
                 #[allow(clippy::too_many_arguments)]
                 fn avx2(simd: x86::Avx2 $(, $arg: $ty)*) $(-> $ret)? {
                     $kernel(simd $(, $arg)*)
                 }
-                #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+                #[target_feature(enable = "avx2,fma,f16c,popcnt,avxvnni")]
                 #[allow(clippy::too_many_arguments)]
                 fn avx_vnni(simd: x86::AvxVnni $(, $arg: $ty)*) $(-> $ret)? {
                     $kernel(simd $(, $arg)*)
                 }
                 #[target_feature(
-                    enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"
+                    enable = "avx2,fma,f16c,popcnt,avx512f,avx512bw,avx512dq,avx512vl"
                 )]
                 #[allow(clippy::too_many_arguments)]
                 fn avx512(simd: x86::Avx512 $(, $arg: $ty)*) $(-> $ret)? {
                     $kernel(simd $(, $arg)*)
                 }
                 #[target_feature(
-                    enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
+                    enable = "avx2,fma,f16c,popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"
                 )]
                 #[allow(clippy::too_many_arguments)]
                 fn avx512_vnni(simd: x86::Avx512Vnni $(, $arg: $ty)*) $(-> $ret)? {
@@ -263,4 +285,62 @@ macro_rules! multiversion {
             $kernel($crate::simd::Portable::<false> $(, $arg)*)
         }
     )*};
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{SLOTS, Simd, WINDOW};
+    use crate::Isa;
+
+    #[inline(always)]
+    fn step_kernel<S: Simd>(
+        simd: S,
+        table: &[u32; SLOTS],
+        states: &[u8; 64],
+        window: &[u8; WINDOW],
+        at: usize,
+    ) -> ([[u8; 64]; 3], usize) {
+        let states = simd.load(states);
+        let (moved, slots, taken) = simd.rans_step(table, states, window, at);
+        let values = [moved, slots, simd.gather_slots(table, states)];
+        let mut out = [[0; 64]; 3];
+        for (value, to) in values.into_iter().zip(&mut out) {
+            simd.store(value, to);
+        }
+        (out, taken)
+    }
+
+    multiversion! {
+        fn step(
+            isa,
+            table: &[u32; SLOTS],
+            states: &[u8; 64],
+            window: &[u8; WINDOW],
+            at: usize,
+        ) -> ([[u8; 64]; 3], usize) => step_kernel;
+    }
+
+    /// Tables and states of any bits, also those that no coder makes.
+    #[test]
+    fn steps_of_entropy_decoders_are_the_same_at_every_level() {
+        let mut seed = 1u64;
+        let mut random = || {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
+            (seed >> 32) as u32
+        };
+        let mut seen = [false; 33];
+        for round in 0..2000 {
+            // The more bits are cleared, the more lanes take a word.
+            let table: [u32; SLOTS] = fill!(0; |k| random() >> (round % 32) ^ k as u32);
+            let states: [u8; 64] = fill!(0; |k| if k % 4 < round % 5 { random() as u8 } else { 0 });
+            let window: [u8; WINDOW] = fill!(0; |k| random() as u8 ^ k as u8);
+            let at = round % 49 * 2;
+            let want = step(Isa::SCALAR, &table, &states, &window, at);
+            seen[want.1] = true;
+            for isa in Isa::available() {
+                assert!(step(isa, &table, &states, &window, at) == want, "{isa:?}");
+            }
+        }
+        assert!(seen[0] && seen[32], "words taken: {seen:?}");
+    }
 }

@@ -1,6 +1,8 @@
 //! The portable level: arrays and scalar operations, the definition of every result bit.
 
-use super::Simd;
+use std::hint::select_unpredictable;
+
+use super::{SLOTS, Simd, WINDOW};
 
 /// Portable vectors. With `TILES`, kernels take the way of levels that have matrix tiles, so that
 /// it can be tested on every CPU.
@@ -187,6 +189,33 @@ impl<const TILES: bool> Simd for Portable<TILES> {
     #[inline(always)]
     fn gather(self, table: &[u32; 256], indices: &[u8; 16]) -> [u32; 16] {
         indices.map(|index| table[usize::from(index)])
+    }
+    #[inline(always)]
+    fn gather_slots(self, table: &[u32; SLOTS], lanes: [u32; 16]) -> [u32; 16] {
+        map2(lanes, lanes, |lane, _| table[lane as usize % SLOTS])
+    }
+    #[inline(always)]
+    fn rans_step(
+        self,
+        table: &[u32; SLOTS],
+        states: [u32; 16],
+        window: &[u8; WINDOW],
+        at: usize,
+    ) -> ([u32; 16], [u32; 16], usize) {
+        let words = &window[at..at + 32];
+        let (mut out, mut slots, mut taken) = (states, states, 0);
+        for lane in 0..16 {
+            let state = states[lane];
+            let slot = table[state as usize % SLOTS];
+            let moved = (slot >> 20).wrapping_mul(state >> 12).wrapping_add(slot >> 8 & 0xfff);
+            // At most one word for each of the lanes before this one has been taken.
+            let word = u32::from(u16::from_le_bytes([words[taken & 30], words[taken & 30 | 1]]));
+            let low = moved < 1 << 16;
+            out[lane] = select_unpredictable(low, moved << 16 | word, moved);
+            slots[lane] = slot;
+            taken += 2 * usize::from(low);
+        }
+        (out, slots, taken)
     }
     #[inline(always)]
     fn expand_bits(self, mask: u64, value: u8) -> [u32; 16] {

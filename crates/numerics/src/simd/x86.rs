@@ -3,7 +3,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{BlockProducts, Panel, Simd, amx};
+use super::{BlockProducts, Panel, SLOTS, Simd, WINDOW, amx};
 use crate::fill;
 
 macro_rules! level_type {
@@ -26,13 +26,13 @@ macro_rules! level_type {
 }
 
 level_type!(
-    /// AVX2, FMA, F16C.
+    /// AVX2, FMA, F16C, POPCNT.
     Avx2,
-    /// AVX2, FMA, F16C, AVX-VNNI.
+    /// AVX2, FMA, F16C, POPCNT, AVX-VNNI.
     AvxVnni,
-    /// AVX-512 F, BW, DQ, VL.
+    /// AVX-512 F, BW, DQ, VL, and all of [`Avx2`].
     Avx512,
-    /// AVX-512 F, BW, DQ, VL, VNNI.
+    /// AVX-512 F, BW, DQ, VL, VNNI, and all of [`Avx2`].
     Avx512Vnni
 );
 
@@ -52,6 +52,22 @@ fn read<V: Pod, A: Copy>(from: &A, at: usize) -> V {
     // SAFETY: the read stays inside the array, as asserted, and any bytes are a `V`.
     unsafe { (from as *const A).cast::<u8>().add(at).cast::<V>().read_unaligned() }
 }
+
+/// For each set of eight lanes, in byte `l`: how many lanes of the set precede lane `l`.
+static RANKS: [u64; 256] = {
+    let mut ranks = [0; 256];
+    let mut set = 0u32;
+    while set < 256 {
+        let mut lane = 1;
+        while lane < 8 {
+            let before = (set & ((1 << lane) - 1)).count_ones() as u64;
+            ranks[set as usize] |= before << (8 * lane);
+            lane += 1;
+        }
+        set += 1;
+    }
+    ranks
+};
 
 /// Evaluates intrinsics in a method of a level's type.
 macro_rules! proved {
@@ -247,6 +263,47 @@ macro_rules! impl_256 {
             fn sub(self, a: Self::I, b: Self::I) -> Self::I {
                 // SAFETY: `self` proves the level.
                 unsafe { [_mm256_sub_epi32(a[0], b[0]), _mm256_sub_epi32(a[1], b[1])] }
+            }
+            #[inline(always)]
+            fn gather_slots(self, table: &[u32; SLOTS], lanes: Self::I) -> Self::I {
+                // An index below `SLOTS` is inside the table.
+                two!(lanes, |lane| {
+                    let slots = _mm256_and_si256(lane, _mm256_set1_epi32(SLOTS as i32 - 1));
+                    _mm256_i32gather_epi32::<4>(table.as_ptr().cast(), slots)
+                })
+            }
+            #[inline(always)]
+            fn rans_step(
+                self,
+                table: &[u32; SLOTS],
+                states: Self::I,
+                window: &[u8; WINDOW],
+                at: usize,
+            ) -> (Self::I, Self::I, usize) {
+                let slots = self.gather_slots(table, states);
+                let mut taken = 0;
+                let states = fill!(states[0]; |half| {
+                    let (state, slot) = (states[half], slots[half]);
+                    proved! {
+                        let number = _mm256_and_si256(
+                            _mm256_srli_epi32::<8>(slot),
+                            _mm256_set1_epi32(SLOTS as i32 - 1),
+                        );
+                        let share = _mm256_srli_epi32::<20>(slot);
+                        let product = _mm256_mullo_epi32(share, _mm256_srli_epi32::<12>(state));
+                        let moved = _mm256_add_epi32(product, number);
+                        let high = _mm256_srli_epi32::<16>(moved);
+                        let low = _mm256_cmpeq_epi32(high, _mm256_setzero_si256());
+                        let set = _mm256_movemask_ps(_mm256_castsi256_ps(low)) as u8;
+                        let words = _mm256_cvtepu16_epi32(read::<__m128i, _>(window, at + taken));
+                        let ranks = _mm_cvtsi64_si128(RANKS[usize::from(set)] as i64);
+                        let next = _mm256_permutevar8x32_epi32(words, _mm256_cvtepu8_epi32(ranks));
+                        let refilled = _mm256_or_si256(_mm256_slli_epi32::<16>(moved), next);
+                        taken += 2 * set.count_ones() as usize;
+                        _mm256_blendv_epi8(moved, refilled, low)
+                    }
+                });
+                (states, slots, taken)
             }
             #[inline(always)]
             fn add_bytes(self, a: Self::I, b: Self::I) -> Self::I {
@@ -559,6 +616,39 @@ macro_rules! impl_512 {
             fn sub(self, a: __m512i, b: __m512i) -> __m512i {
                 // SAFETY: `self` proves the level.
                 unsafe { _mm512_sub_epi32(a, b) }
+            }
+            #[inline(always)]
+            fn gather_slots(self, table: &[u32; SLOTS], lanes: __m512i) -> __m512i {
+                // SAFETY: `self` proves the level; an index below `SLOTS` is inside the table.
+                unsafe {
+                    let slots = _mm512_and_si512(lanes, _mm512_set1_epi32(SLOTS as i32 - 1));
+                    _mm512_i32gather_epi32::<4>(slots, table.as_ptr().cast())
+                }
+            }
+            #[inline(always)]
+            fn rans_step(
+                self,
+                table: &[u32; SLOTS],
+                states: __m512i,
+                window: &[u8; WINDOW],
+                at: usize,
+            ) -> (__m512i, __m512i, usize) {
+                let slots = self.gather_slots(table, states);
+                // SAFETY: `self` proves the level.
+                unsafe {
+                    let number = _mm512_and_si512(
+                        _mm512_srli_epi32::<8>(slots),
+                        _mm512_set1_epi32(SLOTS as i32 - 1),
+                    );
+                    let share = _mm512_srli_epi32::<20>(slots);
+                    let product = _mm512_mullo_epi32(share, _mm512_srli_epi32::<12>(states));
+                    let moved = _mm512_add_epi32(product, number);
+                    let low = _mm512_cmplt_epu32_mask(moved, _mm512_set1_epi32(1 << 16));
+                    let words = _mm512_cvtepu16_epi32(read::<__m256i, _>(window, at));
+                    let next = _mm512_maskz_expand_epi32(low, words);
+                    let shifted = _mm512_mask_slli_epi32::<16>(moved, low, moved);
+                    (_mm512_or_si512(shifted, next), slots, 2 * low.count_ones() as usize)
+                }
             }
             #[inline(always)]
             fn add_bytes(self, a: __m512i, b: __m512i) -> __m512i {
