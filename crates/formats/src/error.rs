@@ -69,6 +69,18 @@ pub enum FormatError {
         /// The value.
         value: f32,
     },
+    /// A coded stream that is not one of the stated matrix.
+    #[error("coded {format} [{rows}, {cols}]: {fault}")]
+    Coded {
+        /// Format of the matrix.
+        format: Format,
+        /// Output rows.
+        rows: usize,
+        /// Inputs.
+        cols: usize,
+        /// What is wrong.
+        fault: CodedFault,
+    },
     /// A shape whose byte counts overflow.
     #[error("{format} [{rows}, {cols}] is too large to address")]
     TooLarge {
@@ -79,4 +91,36 @@ pub enum FormatError {
         /// Inputs.
         cols: usize,
     },
+}
+
+/// What can be wrong with a coded stream; see [`rans`](crate::rans).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum CodedFault {
+    /// Only int4 in tiles is ever coded.
+    #[error("matrices of this format and arrangement are not coded")]
+    NotCoded,
+    /// The stream ends before the matrix does.
+    #[error("the stream ends too early")]
+    Truncated,
+    /// The matrix ends before the stream does.
+    #[error("bytes follow the end of the matrix")]
+    Trailing,
+    /// An unknown mode of codes.
+    #[error("unknown mode {0} of codes")]
+    Mode(u8),
+    /// A number of plain bits of a scale that no stream has.
+    #[error("{0} plain bits of each scale")]
+    ScaleBits(u8),
+    /// Values of scales that do not ascend or do not fit, or shares that do not sum to the whole.
+    #[error("the table of scales is damaged")]
+    ScaleTable,
+    /// Shares of codes that do not sum to the whole.
+    #[error("the shares of codes do not sum to the whole")]
+    CodeTable,
+    /// A state that no coder leaves.
+    #[error("a state of the coder is below its least")]
+    State,
+    /// The coder does not end as it began.
+    #[error("the coder does not end in its initial state")]
+    FinalState,
 }

@@ -20,12 +20,13 @@ mod matmul;
 mod matrix;
 pub mod mxfp4;
 pub mod plain;
+pub mod rans;
 mod search;
 pub mod tile;
 
 pub use buffer::Buffer;
 pub use encode::Encoder;
-pub use error::FormatError;
+pub use error::{CodedFault, FormatError};
 pub use ffn::{
     EXPERTS_MAX, ExpertDesc, ExpertRef, ExpertWork, FfnError, expert_ffn, expert_ffns,
     expert_of_row,
