@@ -88,8 +88,11 @@ struct ScaleModel {
 
 impl ScaleModel {
     /// The model with `low_bits` plain bits of scales in ascending order; `None` where there are
-    /// too many values.
+    /// no or too many values.
     fn new(sorted: &[u32], low_bits: u8) -> Option<ScaleModel> {
+        if sorted.is_empty() {
+            return None;
+        }
         let (mut values, mut counts) = (Vec::new(), Vec::new());
         for same in sorted.chunk_by(|a, b| a >> low_bits == b >> low_bits) {
             if values.len() == VALUES_MAX {

@@ -146,6 +146,15 @@ fn images_of_all_shapes_come_back() {
 }
 
 #[test]
+fn a_matrix_without_rows_comes_back() {
+    for format in FORMATS {
+        let desc = desc(format, 0, 64);
+        assert_eq!(round_trip(&desc, &[], &mut Workspace::default()), [0, 32]);
+        assert_eq!(rans::entropy(&desc, &[]).scales_bytes, 0.0);
+    }
+}
+
+#[test]
 fn large_images_come_back() {
     let mut workspace = Workspace::default();
     let mut random = Random(4);
