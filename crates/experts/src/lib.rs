@@ -1,5 +1,6 @@
 //! Where expert bytes live: the byte ledger of the process, robust reads, the cache of experts
-//! with leases, and the backend that computes a layer's routed experts.
+//! with leases, the backend that computes a layer's routed experts, and the files that say which
+//! experts were chosen before.
 //!
 //! It knows files and budgets, not what an attention layer or a session is.
 
@@ -8,10 +9,16 @@ pub mod cache;
 pub mod ledger;
 pub mod load;
 pub mod local;
+pub mod pairs;
 pub mod reader;
+pub mod sidecar;
+pub mod trace;
 
 pub use backend::{ExpertBackend, ExpertError, ExpertStats, FEW_EXPERTS, Route, RoutedBatch};
 pub use ledger::{ByteClass, Ledger, LedgerError, Reservation};
 pub use load::LoadError;
 pub use local::{LocalExperts, LocalOptions};
+pub use pairs::Pairs;
 pub use reader::{FileSet, RawFiles, ReadError, Reader};
+pub use sidecar::{RouteShape, SidecarError};
+pub use trace::{Trace, TraceWriter};
