@@ -6,6 +6,7 @@
 
 pub mod backend;
 pub mod cache;
+pub mod durable;
 pub mod ledger;
 pub mod load;
 pub mod local;
@@ -13,6 +14,7 @@ pub mod pairs;
 pub mod reader;
 pub mod sidecar;
 pub mod trace;
+pub mod usage;
 
 pub use backend::{ExpertBackend, ExpertError, ExpertStats, FEW_EXPERTS, Route, RoutedBatch};
 pub use ledger::{ByteClass, Ledger, LedgerError, Reservation};
@@ -22,3 +24,4 @@ pub use pairs::Pairs;
 pub use reader::{FileSet, RawFiles, ReadError, Reader};
 pub use sidecar::{RouteShape, SidecarError};
 pub use trace::{Trace, TraceWriter};
+pub use usage::{Usage, UsageError, UsageShape};

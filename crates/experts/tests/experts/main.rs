@@ -1,5 +1,6 @@
-//! The expert store on files that misbehave, and its cache under random use.
+//! The expert store on files that misbehave, its cache under random use, and histories on disk.
 
 mod cache;
 mod faults;
 mod support;
+mod usage;

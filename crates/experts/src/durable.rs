@@ -1,0 +1,66 @@
+//! Small files written whole: a reader sees the old file or the new one, never a part.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+/// A small file that could not be written; the old one, if any, is untouched.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: cannot {action}: {source}; check the directory and its free space", path.display())]
+pub struct WriteError {
+    /// The file or directory.
+    pub path: PathBuf,
+    /// What was tried.
+    pub action: &'static str,
+    /// The system's answer.
+    #[source]
+    pub source: io::Error,
+}
+
+impl WriteError {
+    /// Attaches a path to a failed action.
+    pub(crate) fn at(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> WriteError {
+        let path = path.to_owned();
+        move |source| WriteError { path, action, source }
+    }
+}
+
+/// Writes `bytes` under a temporary name in the same directory, puts them on disk, then gives them
+/// the name `path`. A symbolic link of that name is replaced, not followed.
+pub fn write(path: &Path, bytes: &[u8]) -> Result<(), WriteError> {
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(format!(".{}.tmp", std::process::id()));
+    let temporary = PathBuf::from(temporary);
+    let written = put(&temporary, bytes)
+        .and_then(|()| fs::rename(&temporary, path).map_err(WriteError::at(path, "name")));
+    if written.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    written?;
+    sync_dir(path)
+}
+
+/// Makes a file that was not there, so that a link planted under the temporary name is not
+/// followed, and puts its bytes on disk.
+fn put(path: &Path, bytes: &[u8]) -> Result<(), WriteError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(WriteError::at(path, "replace")(error));
+        }
+        _ => {}
+    }
+    let mut file = File::create_new(path).map_err(WriteError::at(path, "create"))?;
+    file.write_all(bytes).map_err(WriteError::at(path, "write"))?;
+    file.sync_all().map_err(WriteError::at(path, "sync"))
+}
+
+/// Makes a rename in the directory of `path` durable.
+fn sync_dir(path: &Path) -> Result<(), WriteError> {
+    #[cfg(unix)]
+    if let Some(dir) = path.parent() {
+        let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+        let file = File::open(dir).map_err(WriteError::at(dir, "open"))?;
+        file.sync_all().map_err(WriteError::at(dir, "sync"))?;
+    }
+    Ok(())
+}
