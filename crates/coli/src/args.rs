@@ -58,6 +58,8 @@ pub enum Command {
     Synth(SynthArgs),
     /// Measure speed beside the physical limit
     Bench(BenchArgs),
+    /// Work on records of which experts were chosen
+    Route(RouteArgs),
 }
 
 /// Which model.
@@ -526,6 +528,35 @@ pub struct BenchUxArgs {
     pub options: BenchOptions,
     #[command(flatten)]
     pub engine: EngineArgs,
+}
+
+/// `coli route`.
+#[derive(Args, Debug)]
+pub struct RouteArgs {
+    /// What to do
+    #[command(subcommand)]
+    pub what: RouteCommand,
+}
+
+/// What is done with records of routing.
+#[derive(Subcommand, Debug)]
+pub enum RouteCommand {
+    /// Count which experts follow which, one and two layers on, and write the coupling table
+    Pairs(RoutePairsArgs),
+}
+
+/// `coli route pairs`.
+#[derive(Args, Debug)]
+pub struct RoutePairsArgs {
+    /// Route trace to count
+    #[arg(long, value_name = "FILE")]
+    pub trace: PathBuf,
+    /// Coupling table to write; a file that is anything else is not overwritten
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Beginning of the names of this program's environment variables.

@@ -4,8 +4,9 @@
 use std::io::{self, ErrorKind};
 
 use container::ContainerError;
+use experts::durable::WriteError;
 use experts::local::StartError;
-use experts::{ExpertError, LedgerError};
+use experts::{ExpertError, LedgerError, SidecarError};
 use lab::LabError;
 use models::ModelError;
 use runtime::{OpenError, StepError};
@@ -65,6 +66,18 @@ impl From<LedgerError> for Failure {
 impl From<ContainerError> for Failure {
     fn from(error: ContainerError) -> Self {
         Failure::Unusable(error.into())
+    }
+}
+
+impl From<SidecarError> for Failure {
+    fn from(error: SidecarError) -> Self {
+        Failure::Unusable(error.into())
+    }
+}
+
+impl From<WriteError> for Failure {
+    fn from(error: WriteError) -> Self {
+        Failure::Failed(error.into())
     }
 }
 

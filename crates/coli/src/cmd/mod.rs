@@ -6,6 +6,7 @@ pub mod convert;
 pub mod doctor;
 pub mod info;
 pub mod oracle;
+pub mod route;
 pub mod run;
 pub mod score;
 pub mod synth;

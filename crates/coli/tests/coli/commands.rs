@@ -240,8 +240,9 @@ fn chat_answers_continues_and_forgets() {
 #[test]
 fn help_teaches_every_command() {
     let help = run(&["--help"]).expect(0).stdout;
-    for command in ["run", "chat", "oracle", "score", "info", "doctor", "convert", "synth", "bench"]
-    {
+    let commands =
+        ["run", "chat", "oracle", "score", "info", "doctor", "convert", "synth", "bench", "route"];
+    for command in commands {
         assert!(help.contains(&format!("  {command} ")), "{command} is missing");
         let own = run(&[command, "--help"]).expect(0).stdout;
         assert!(own.contains("Usage: "), "{own}");

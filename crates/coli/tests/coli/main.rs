@@ -5,4 +5,5 @@ mod commands;
 mod convert;
 mod hostile;
 mod memory;
+mod route;
 mod support;
