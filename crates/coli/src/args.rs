@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use container::Layout;
+use experts::IoMode;
 use formats::Format;
 use numerics::{Activations, Level};
 
@@ -105,10 +107,42 @@ pub struct EngineArgs {
     /// Most experts kept in memory per layer, for tests
     #[arg(long, value_name = "N", env = "COLI_CACHE_EXPERTS", value_parser = parse_count)]
     pub cache_experts: Option<usize>,
+    /// How experts are read: buffered (through the page cache), direct (past it), uring (past it,
+    /// each read as many at once), mmap (computed where they lie, for files that stay in memory)
+    /// [default: buffered when all experts fit in memory, else direct]
+    #[arg(long, value_name = "MODE", env = "COLI_IO", value_parser = parse_io)]
+    pub io: Option<IoMode>,
+    /// What is read before it is asked for: off, or router (the next layer's likely experts, while
+    /// the drive is idle)
+    #[arg(
+        long,
+        value_name = "WHAT",
+        env = "COLI_PREFETCH",
+        default_value = "router",
+        conflicts_with = "no_prefetch"
+    )]
+    pub prefetch: Prefetch,
+    /// The same as --prefetch off
+    #[arg(long)]
+    pub no_prefetch: bool,
+    /// Directory with copies of experts on another drive, made by coli mirror stage; with =WEIGHT
+    /// its share of the reads of what it has beside 1 for the model's own files. Repeatable
+    #[arg(long, value_name = "DIR[=WEIGHT]", env = "COLI_MIRROR", value_delimiter = ':',
+          value_parser = parse_mirror)]
+    pub mirror: Vec<(PathBuf, f64)>,
     /// Force an instruction-set level: scalar, avx2, avxvnni, avx512, avx512vnni, amx [default:
     /// the CPU's highest]
     #[arg(long, value_name = "LEVEL", env = "COLI_ISA", value_parser = parse_level)]
     pub isa: Option<Level>,
+}
+
+/// What is read before it is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Prefetch {
+    /// Nothing.
+    Off,
+    /// Experts that the next layer's router would choose now.
+    Router,
 }
 
 /// How tokens are chosen.
@@ -346,6 +380,11 @@ pub struct ConvertArgs {
     /// Size of output files in GB (10^9 bytes)
     #[arg(long, value_name = "GB", default_value = "4", value_parser = parse_gb)]
     pub shard_gb: u64,
+    /// Layout of routed experts: r16k4 (each one run of bytes, as it is computed), r16k4-rans (the
+    /// same, entropy-coded: int4 only, fewer bytes for slow drives), canonical (rows, as other tools
+    /// read them)
+    #[arg(long, value_name = "LAYOUT", default_value = "r16k4", value_parser = parse_layout)]
+    pub layout: Layout,
     /// Compute threads [default: physical cores this process may use]
     #[arg(long, value_name = "N", env = "COLI_THREADS", value_parser = parse_threads)]
     pub threads: Option<usize>,
@@ -411,6 +450,9 @@ pub struct SynthArgs {
     /// Format of every other matrix
     #[arg(long, value_name = "FORMAT", default_value = "int8-row", value_parser = parse_format)]
     pub dense_format: Format,
+    /// Layout of routed experts, as in coli convert
+    #[arg(long, value_name = "LAYOUT", default_value = "r16k4", value_parser = parse_layout)]
+    pub layout: Layout,
     /// Seed of the weights
     #[arg(long, value_name = "S", default_value_t = 417)]
     pub seed: u64,
@@ -441,8 +483,11 @@ pub enum BenchCommand {
     /// Matrix products of each weight format, activation mode and row count, beside the limits of
     /// the same run
     Kernels(BenchKernelsArgs),
-    /// Expert bytes per second from files that are not in the page cache
+    /// Expert bytes per second of every reader, from files that are not in the page cache
     Io(BenchIoArgs),
+    /// Generated tokens per second of a model that does not fit in memory, beside what its drive
+    /// allows
+    Stream(BenchStreamArgs),
     /// What a person waits for: a short chat turn and a question about a long document
     Ux(BenchUxArgs),
 }
@@ -516,6 +561,18 @@ pub struct BenchIoArgs {
     pub options: BenchOptions,
     #[command(flatten)]
     pub model: ModelArgs,
+}
+
+/// `coli bench stream`.
+#[derive(Args, Debug)]
+pub struct BenchStreamArgs {
+    /// Tokens per repetition
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = parse_count)]
+    pub tokens: usize,
+    #[command(flatten)]
+    pub options: BenchOptions,
+    #[command(flatten)]
+    pub engine: EngineArgs,
 }
 
 /// `coli bench ux`.
@@ -634,6 +691,41 @@ fn parse_level(text: &str) -> Result<Level, String> {
     let have: Vec<_> =
         Level::ALL.into_iter().filter(|l| l.is_available()).map(Level::name).collect();
     Err(format!("this CPU does not have it; it has {}", have.join(", ")))
+}
+
+fn parse_io(text: &str) -> Result<IoMode, String> {
+    IoMode::from_name(text).ok_or_else(|| {
+        let names: Vec<_> = IoMode::ALL.iter().map(|mode| mode.name()).collect();
+        format!("must be one of {}", names.join(", "))
+    })
+}
+
+fn parse_layout(text: &str) -> Result<Layout, String> {
+    let layouts = [Layout::Canonical, Layout::R16k4, Layout::R16k4Rans];
+    layouts.into_iter().find(|layout| layout.name() == text).ok_or_else(|| {
+        let names: Vec<_> = layouts.iter().map(|layout| layout.name()).collect();
+        format!("must be one of {}", names.join(", "))
+    })
+}
+
+/// Largest weight of a mirror: beyond it the model's own files would hardly be read.
+const MIRROR_WEIGHT_MAX: f64 = 1000.0;
+
+fn parse_mirror(text: &str) -> Result<(PathBuf, f64), String> {
+    let (dir, weight) = match text.rsplit_once('=') {
+        None => (text, 1.0),
+        Some((dir, weight)) => {
+            let weight: f64 = weight.parse().map_err(|_| format!("{weight:?} is no weight"))?;
+            (dir, weight)
+        }
+    };
+    if dir.is_empty() {
+        return Err("the directory is missing".to_owned());
+    }
+    if !(weight > 0.0 && weight <= MIRROR_WEIGHT_MAX) {
+        return Err(format!("the weight must be above 0 and at most {MIRROR_WEIGHT_MAX}"));
+    }
+    Ok((PathBuf::from(dir), weight))
 }
 
 fn parse_format(text: &str) -> Result<Format, String> {

@@ -1,6 +1,7 @@
 //! Opening what the flags name.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use container::{Config, Family, Tokenizer};
 use lab::manifest::Manifest;
@@ -8,7 +9,7 @@ use models::Int8Classes;
 use numerics::{Activations, Isa, NUMERICS_VERSION};
 use runtime::{Engine, EngineOptions};
 
-use crate::args::{EngineArgs, ModelArgs, SamplingArgs};
+use crate::args::{EngineArgs, ModelArgs, Prefetch, SamplingArgs};
 use crate::bundled;
 use crate::failure::Failure;
 use crate::output;
@@ -68,6 +69,13 @@ pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
         prefill_chunk: args.prefill_chunk,
         cache_experts: args.cache_experts,
         held_bytes: 0,
+        io: args.io,
+        mirrors: args.mirror.clone(),
+        read_ahead: args.prefetch != Prefetch::Off && !args.no_prefetch,
+        always_idle: false,
+        fill: true,
+        routes: None,
+        notice: Arc::new(|text| note!("warning: {text}")),
     })
 }
 
@@ -146,7 +154,7 @@ fn print_banner(engine: &Engine, args: &EngineArgs) {
     let threads = compute.team.threads();
     note!(
         "{} ({}) | {} | {} thread{} | {} activations | ctx {} | RAM ceiling {}, dense {}, \
-         expert cache {} | numerics {NUMERICS_VERSION}",
+         expert cache {} | {} reads{} | numerics {NUMERICS_VERSION}",
         name.map(|name| name.to_string_lossy()).unwrap_or_default(),
         config.family.row().name,
         compute.isa.level(),
@@ -160,6 +168,8 @@ fn print_banner(engine: &Engine, args: &EngineArgs) {
             None => output::bytes(engine.cache_bytes()),
             Some(max) => format!("at most {max} per layer"),
         },
+        engine.io().name(),
+        if engine.reads_ahead() { ", prefetch by router" } else { "" },
     );
 }
 

@@ -18,6 +18,7 @@ use crate::error::ContainerError;
 use crate::header::{self, Dtype, Header, LENGTH_BYTES};
 use crate::json::read_optional;
 use crate::numbering::{MissingShards, Series};
+use crate::record::{RECORDS_KEY, Records};
 use crate::stamp::{STAMP_KEY, Stamp, Stamps};
 
 /// Most safetensors files of one model; the largest releases have a few hundred.
@@ -78,6 +79,7 @@ pub struct Shards {
     files: Vec<ShardFile>,
     tensors: HashMap<Box<str>, TensorEntry>,
     stamps: Stamps,
+    records: Records,
     /// Files that an index names and no directory holds.
     unlisted: Vec<String>,
     has_index: bool,
@@ -127,6 +129,7 @@ impl Shards {
             files: Vec::new(),
             tensors: HashMap::new(),
             stamps: Stamps::default(),
+            records: Records::default(),
             unlisted: Vec::new(),
             has_index: false,
         };
@@ -139,12 +142,21 @@ impl Shards {
 
     fn add(&mut self, path: PathBuf, len: u64, header: Header) -> Result<(), ContainerError> {
         let file = FileId(self.files.len() as u32);
+        let table = header.metadata.iter().find(|(key, _)| key == RECORDS_KEY);
+        if let Some((_, json)) = table {
+            let path_of = |id: FileId| match self.files.get(id.0 as usize) {
+                Some(shard) => shard.path.clone(),
+                None => path.clone(),
+            };
+            self.records.merge(file, json, &header, len, path_of)?;
+        }
         self.files.push(ShardFile {
             path,
             len,
             data_start: header.data_start,
             tensors: header.tensors.len(),
-            metadata: header.metadata,
+            // The table of records is read and may be large.
+            metadata: header.metadata.into_iter().filter(|(key, _)| key != RECORDS_KEY).collect(),
         });
         for tensor in header.tensors {
             match self.tensors.entry(tensor.name) {
@@ -237,6 +249,11 @@ impl Shards {
     /// What the files state about the format of a tensor.
     pub fn stamp(&self, name: &str) -> Option<&Stamp> {
         self.stamps.get(name)
+    }
+
+    /// The records that the files state.
+    pub fn records(&self) -> &Records {
+        &self.records
     }
 
     /// Number of stamped tensors.

@@ -3,10 +3,11 @@
 //! The rule works on facts alone (shape by the configuration, dtypes, byte counts, stamp) and is
 //! used by the loader, by `doctor` and by the converter. Values are never looked at here.
 
-use formats::ScaleType;
 use formats::format::{Format, Fp8Scale, INT4_GROUPS};
+use formats::{Arrangement, MatrixDesc, ScaleType};
 
 use crate::header::Dtype;
+use crate::source::Layout;
 use crate::stamp::{Stamp, StampFormat};
 
 /// Dtype and bytes of one stored tensor.
@@ -31,10 +32,12 @@ pub struct Disagreement {
 
 const ASK_PRODUCER: &str =
     "the container is damaged or of another model; fetch or convert it again";
+/// Bytes by which a coded stream may exceed its tiles: its heads, when nothing could be saved.
+const CODED_EXTRA_BYTES: u64 = 4096;
 const STAMP_IT: &str =
     "state the format in the metadata key colibri.fmt (coli convert does) to make it clear";
 
-/// Finds the format of a `[rows, cols]` matrix.
+/// Finds the format and layout of a `[rows, cols]` matrix.
 ///
 /// `weights` is the tensor itself, `scales` its `.qs` sidecar (or the `weight_scale_inv` of an
 /// original fp8 checkpoint). A stamp is verified against the bytes, never trusted alone. Without
@@ -48,11 +51,11 @@ pub fn recognise(
     weights: Stored,
     scales: Option<Stored>,
     stamp: Option<&Stamp>,
-) -> Result<Format, Disagreement> {
+) -> Result<(Format, Layout), Disagreement> {
     let facts = Facts { rows, cols, weights, scales };
     match stamp {
         Some(stamp) => facts.stamped(stamp),
-        None => facts.unstamped(),
+        None => Ok((facts.unstamped()?, Layout::Canonical)),
     }
 }
 
@@ -153,29 +156,58 @@ impl Facts {
             .ok_or_else(|| self.nothing_fits())
     }
 
-    fn stamped(&self, stamp: &Stamp) -> Result<Format, Disagreement> {
+    fn stamped(&self, stamp: &Stamp) -> Result<(Format, Layout), Disagreement> {
         let stated = format!("{} (stated by colibri.fmt)", stamp.text);
-        if stamp.layout.is_some() {
-            return Err(self.disagree(
-                format!("a layout this version reads, not {stated}"),
-                "the container was written by a newer version; update coli, or convert it again",
-            ));
-        }
+        let newer =
+            "the container was written by a newer version; update coli, or convert it again";
+        let layout = match &stamp.layout {
+            None => Layout::Canonical,
+            Some(name) => Layout::from_name(name).ok_or_else(|| {
+                self.disagree(format!("a layout this version reads, not {stated}"), newer)
+            })?,
+        };
         let format = match stamp.format {
+            StampFormat::Exact(format) if layout != Layout::Canonical => {
+                return match self.fits_layout(format, layout) {
+                    true => Ok((format, layout)),
+                    false => Err(self.disagree(
+                        format!("{stated} of [{}, {}]", self.rows, self.cols),
+                        ASK_PRODUCER,
+                    )),
+                };
+            }
             StampFormat::Exact(format) => self.scaled_as_stored(format),
-            StampFormat::Int4Grouped => {
+            StampFormat::Int4Grouped if layout == Layout::Canonical => {
                 let wide = INT4_GROUPS.map(|g| Format::Int4Grouped(g as u16));
                 let fitting = self.grouped().chain(wide).find(|format| self.fits(*format));
-                return fitting.ok_or_else(|| self.disagree(stated, ASK_PRODUCER));
+                let format = fitting.ok_or_else(|| self.disagree(stated, ASK_PRODUCER))?;
+                return Ok((format, layout));
             }
-            StampFormat::Unknown => {
-                return Err(self.disagree(
-                    format!("a format this version knows, not {stated}"),
-                    "the container was written by a newer version; update coli, or convert it again",
-                ));
+            StampFormat::Int4Grouped | StampFormat::Unknown => {
+                return Err(
+                    self.disagree(format!("a format this version knows, not {stated}"), newer)
+                );
             }
         };
-        self.verify(format, &stated)
+        Ok((self.verify(format, &stated)?, layout))
+    }
+
+    /// Whether the bytes can be a matrix in another layout than the canonical one: tiles have
+    /// their scales among them, coded streams any length up to a little more than the tiles'.
+    fn fits_layout(&self, format: Format, layout: Layout) -> bool {
+        let Ok(desc) = MatrixDesc::for_matmul(format, self.rows, self.cols, false) else {
+            return false;
+        };
+        let (tiles, len) = (desc.bytes() as u64, self.weights.len);
+        let bytes_fit = match layout {
+            Layout::Canonical => false,
+            Layout::R16k4 => len == tiles,
+            Layout::R16k4Rans => len > 0 && len <= tiles + CODED_EXTRA_BYTES,
+        };
+        desc.arrangement() == Arrangement::Tiles
+            && self.weights.dtype == Dtype::U8
+            && self.scales.is_none()
+            && bytes_fit
     }
 
     /// The stamp names fp8 once; the dtype of the scales says how they are kept.

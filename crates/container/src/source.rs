@@ -6,7 +6,7 @@
 use std::collections::{BTreeSet, HashSet};
 use std::path::PathBuf;
 
-use formats::{Format, Fp8Scale};
+use formats::{ExpertDesc, Format, Fp8Scale, MatrixDesc};
 
 use crate::config::{Config, LayerKind};
 use crate::error::{ContainerError, TensorError};
@@ -15,6 +15,7 @@ use crate::header::Dtype;
 use crate::index::{FileId, Shards, TensorEntry, file_name, join_paths};
 use crate::numbering::MissingShards;
 use crate::recognise::{Disagreement, Stored, recognise};
+use crate::record::Record;
 use crate::report::{MAX_LISTED, MissingTensors, OptionalPart, Presence, Report, ranges};
 use crate::tensors::{
     FusedSpec, TensorSpec, expert_specs, fused_specs, layer_of, layer_specs, model_specs,
@@ -45,6 +46,26 @@ pub enum Layout {
     /// Row by row, as the format table of the documentation has it.
     #[default]
     Canonical,
+    /// Tiles of 16 rows in kernel order, scales among the codes.
+    R16k4,
+    /// Entropy-coded tiles.
+    R16k4Rans,
+}
+
+impl Layout {
+    /// The layout of a name, as stamps have it after the `+`.
+    pub fn from_name(name: &str) -> Option<Layout> {
+        [Layout::R16k4, Layout::R16k4Rans].into_iter().find(|layout| layout.name() == name)
+    }
+
+    /// The name; `canonical` is never written in a stamp.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Layout::Canonical => "canonical",
+            Layout::R16k4 => "r16k4",
+            Layout::R16k4Rans => "r16k4-rans",
+        }
+    }
 }
 
 /// A stored matrix or vector: what it is and where its bytes are.
@@ -58,9 +79,10 @@ pub struct QSource {
     pub rows: usize,
     /// Inputs.
     pub cols: usize,
-    /// Codes or plain numbers: exactly `format.weight_bytes(rows, cols)`.
+    /// Codes or plain numbers: exactly `format.weight_bytes(rows, cols)` in the canonical layout,
+    /// the tiles with their scales or a coded stream of them in the others.
     pub weights: ByteRange,
-    /// Scales, when the format has any: exactly `format.scale_bytes(rows, cols)`.
+    /// Scales, when format and layout keep any apart: exactly `format.scale_bytes(rows, cols)`.
     pub scales: Option<ByteRange>,
     /// Order of the bytes.
     pub layout: Layout,
@@ -135,6 +157,23 @@ impl Model {
             });
         };
         Ok([self.source(&gate)?, self.source(&up)?, self.source(&down)?])
+    }
+
+    /// The record of one routed expert, when its file has one: the expert's matrices lie in it at
+    /// the places that their arrangement in memory gives, or anywhere in it as coded streams.
+    pub fn expert_record(&self, layer: usize, expert: usize) -> Option<&Record> {
+        self.shards.records().get(layer, expert)
+    }
+
+    /// Gate, up and down of one routed expert as other files hold them, with the record that these
+    /// files have of it; `None` when they lack it or state no record.
+    pub fn expert_in(
+        &self,
+        shards: &Shards,
+        layer: usize,
+        expert: usize,
+    ) -> Result<Option<([QSource; 3], Record)>, ContainerError> {
+        Lookup { shards, config: &self.config }.recorded(layer, expert)
     }
 
     /// What the check at opening found.
@@ -225,7 +264,7 @@ impl<'a> Lookup<'a> {
     ) -> Result<Found<'a>, ContainerError> {
         let scales = self.scales(&spec.name, entry)?;
         let refuse = |why| self.refuse(&spec.name, entry, why);
-        let format = recognise(
+        let (format, layout) = recognise(
             spec.rows,
             spec.cols,
             stored(entry, entry.len),
@@ -237,6 +276,14 @@ impl<'a> Lookup<'a> {
             let misshapen = plain(entry.dtype) && !plain_shape_fits(spec, &entry.shape);
             refuse(if misshapen { wrong_shape(spec, entry) } else { why })
         })?;
+        if layout != Layout::Canonical && spec.expert.is_none() {
+            return Err(refuse(Disagreement {
+                expected: "rows in their own order (only routed experts have another layout)"
+                    .into(),
+                found: format!("layout {}", layout.name()),
+                remedy: "convert the checkpoint again",
+            }));
+        }
         if spec.role.is_vector() && !format.is_plain() {
             return Err(refuse(Disagreement {
                 expected: "a vector of plain numbers (F32, BF16 or F16)".to_owned(),
@@ -254,7 +301,7 @@ impl<'a> Lookup<'a> {
             cols: spec.cols,
             weights: whole(entry),
             scales: scales.map(whole),
-            layout: Layout::Canonical,
+            layout,
         };
         Ok(Found { source, weights: entry, scales })
     }
@@ -297,7 +344,7 @@ impl<'a> Lookup<'a> {
             );
             return Err(refuse(format!("bytes for {experts} experts of equal size"), found, again));
         };
-        let format = recognise(
+        let (format, layout) = recognise(
             fused.rows,
             fused.cols,
             stored(entry, weight_share),
@@ -305,6 +352,10 @@ impl<'a> Lookup<'a> {
             self.shards.stamp(&fused.name),
         )
         .map_err(|why| self.refuse(&fused.name, entry, why))?;
+        if layout != Layout::Canonical {
+            let found = format!("layout {} of several experts together", layout.name());
+            return Err(refuse("one tensor per expert and matrix".into(), found, again));
+        }
         if tag && format != Format::E8Iq3 {
             return Err(refuse("scales of each expert".into(), "one scale for all".into(), again));
         }
@@ -402,6 +453,7 @@ impl<'a> Lookup<'a> {
             (0..config.all_layers()).filter(|l| config.layer_kind(*l) == Some(LayerKind::Sparse));
         for layer in all {
             self.refuse_double_storage(layer)?;
+            self.check_records(layer)?;
         }
         for spec in self.specs() {
             let group = match (spec.layer.is_some_and(|l| config.is_mtp(l)), spec.role.is_indexer())
@@ -490,6 +542,45 @@ impl<'a> Lookup<'a> {
         Ok(())
     }
 
+    /// Refuses records that do not hold the expert they are named after.
+    fn check_records(self, layer: usize) -> Result<(), ContainerError> {
+        for expert in 0..self.config.moe.experts {
+            self.recorded(layer, expert)?;
+        }
+        Ok(())
+    }
+
+    /// An expert that has a record, and the record; refused when it does not hold the expert.
+    fn recorded(
+        self,
+        layer: usize,
+        expert: usize,
+    ) -> Result<Option<([QSource; 3], Record)>, ContainerError> {
+        let Some(record) = self.shards.records().get(layer, expert) else { return Ok(None) };
+        let Some(specs) = expert_specs(self.config, layer, expert) else { return Ok(None) };
+        let mut sources = Vec::with_capacity(specs.len());
+        for spec in &specs {
+            match self.find(spec)? {
+                Some(found) => sources.push(found.source),
+                // Missing tensors are reported by those who look for all of them.
+                None => return Ok(None),
+            }
+        }
+        let Ok(sources) = <[QSource; 3]>::try_from(sources) else { return Ok(None) };
+        if let Some(why) = record_disagrees(record, &sources) {
+            let record_of = format!("record of layer {layer}, expert {expert}");
+            return Err(ContainerError::Tensor(Box::new(TensorError {
+                name: format!("{} ({record_of})", sources[0].name),
+                path: self.shards.path(record.file).to_owned(),
+                offset: record.offset,
+                expected: why.expected,
+                found: why.found,
+                remedy: why.remedy,
+            })));
+        }
+        Ok(Some((sources, *record)))
+    }
+
     fn unused(self, used: &HashSet<usize>) -> (usize, Vec<String>) {
         let mut count = 0;
         let mut names = BTreeSet::new();
@@ -552,6 +643,58 @@ impl<'a> Lookup<'a> {
         }
         Ok(*hasher.finalize().as_bytes())
     }
+}
+
+/// Why a record does not hold the matrices of an expert, if it does not.
+fn record_disagrees(record: &Record, sources: &[QSource; 3]) -> Option<Disagreement> {
+    let remedy = "the container is damaged or was written again by another tool; convert it again";
+    let place = |range: &ByteRange| format!("{} bytes at {}", range.len, range.offset);
+    let record_end = record.offset + record.len;
+    for source in sources {
+        for range in [Some(&source.weights), source.scales.as_ref()].into_iter().flatten() {
+            let inside = range.file == record.file
+                && range.offset >= record.offset
+                && range.offset + range.len <= record_end;
+            if !inside {
+                return Some(Disagreement {
+                    expected: format!("{} within the record's {} bytes", source.name, record.len),
+                    found: place(range),
+                    remedy,
+                });
+            }
+        }
+    }
+    if sources.iter().any(|source| source.layout == Layout::R16k4Rans) {
+        return None;
+    }
+    let desc = |source: &QSource| {
+        MatrixDesc::for_matmul(source.format, source.rows, source.cols, false).ok()
+    };
+    let [Some(gate), Some(up), Some(down)] = sources.each_ref().map(desc) else {
+        return Some(Disagreement {
+            expected: "matrices that can be addressed".to_owned(),
+            found: "a size beyond 64 bits".to_owned(),
+            remedy,
+        });
+    };
+    let expert = ExpertDesc { gate, up, down };
+    for ((source, desc), range) in sources.iter().zip(expert.matrices()).zip(expert.ranges()) {
+        let weights = record.offset + range.start as u64;
+        let scales = weights + desc.scales_at() as u64;
+        let scales_fit = source.scales.is_none_or(|found| found.offset == scales);
+        if source.weights.offset != weights || !scales_fit {
+            return Some(Disagreement {
+                expected: format!("{} at byte {weights}, its scales at {scales}", source.name),
+                found: place(&source.weights),
+                remedy,
+            });
+        }
+    }
+    (record.len != expert.bytes() as u64).then(|| Disagreement {
+        expected: format!("a record of {} bytes", expert.bytes()),
+        found: record.len.to_string(),
+        remedy,
+    })
 }
 
 /// Wanted and missing tensors of one part.

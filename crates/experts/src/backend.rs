@@ -130,8 +130,11 @@ pub enum ExpertError {
 /// What a backend did, for figures.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ExpertStats {
-    /// Experts found in memory, per MoE call and distinct expert.
+    /// Experts found in memory, per MoE call and distinct expert; those that were there because
+    /// they had been guessed not counted.
     pub hits: u64,
+    /// Experts found in memory because they had been guessed.
+    pub guessed_hits: u64,
     /// Experts that had to be read.
     pub misses: u64,
     /// Bytes read from files.
@@ -140,19 +143,34 @@ pub struct ExpertStats {
     pub cached_bytes: u64,
     /// Seconds that computation waited for reads.
     pub wait_s: f64,
+    /// Seconds in which a read was queued or under way that somebody waited for.
+    pub busy_s: f64,
+    /// Seconds in which any read was queued or under way, guessed ones included.
+    pub known_s: f64,
 }
 
 /// Computes routed experts.
 pub trait ExpertBackend: Send + Sync {
     /// Adds the weighted outputs of the batch's experts to `sum`, `[rows, hidden]` on the integer
-    /// grid of the combine. After an error the sum is of no use.
+    /// grid of the combine. After an error the sum is of no use. `meanwhile` is called once, when
+    /// everything has been asked for and before anything is waited for.
     fn compute(
         &self,
         compute: &Compute,
         layer: usize,
         batch: &RoutedBatch<'_>,
         sum: &mut [i64],
+        meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ExpertError>;
+
+    /// Whether it is worth telling which experts may be needed soon.
+    fn wants_guesses(&self) -> bool {
+        false
+    }
+
+    /// Tells which experts of a layer may be needed soon, the most likely first. Never changes what
+    /// is computed.
+    fn guess(&self, _layer: usize, _experts: &[u32]) {}
 
     /// What was done so far.
     fn stats(&self) -> ExpertStats;

@@ -22,17 +22,21 @@ pub enum ByteClass {
     ExpertCache,
     /// Buffers of reads under way.
     InFlight,
+    /// Pages of mapped files, which the system keeps or drops as it likes: noted, never counted
+    /// against the ceiling.
+    FilePages,
 }
 
 impl ByteClass {
     /// Every class.
-    pub const ALL: [ByteClass; 6] = [
+    pub const ALL: [ByteClass; 7] = [
         ByteClass::Process,
         ByteClass::Dense,
         ByteClass::Kv,
         ByteClass::Scratch,
         ByteClass::ExpertCache,
         ByteClass::InFlight,
+        ByteClass::FilePages,
     ];
 
     /// Name for people and JSON.
@@ -44,6 +48,7 @@ impl ByteClass {
             ByteClass::Scratch => "scratch",
             ByteClass::ExpertCache => "expert_cache",
             ByteClass::InFlight => "in_flight",
+            ByteClass::FilePages => "file_pages",
         }
     }
 }
@@ -107,6 +112,11 @@ impl Ledger {
     /// Bytes reserved for a class.
     pub fn class(&self, class: ByteClass) -> u64 {
         self.classes[class as usize].load(Ordering::Relaxed)
+    }
+
+    /// Notes bytes of mapped files.
+    pub fn note_file_pages(&self, bytes: u64) {
+        self.classes[ByteClass::FilePages as usize].fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Reserves bytes until the reservation is dropped.

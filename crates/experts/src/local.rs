@@ -1,16 +1,21 @@
-//! The backend that computes experts in this process, from its own cache.
+//! The backend that computes experts in this process, from its own cache or where they lie.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use formats::{EXPERTS_MAX, ExpertRef, ExpertWork, FfnError, expert_ffns, expert_of_row};
 use numerics::{Compute, FirstError, NumericError, combine};
+use smallvec::SmallVec;
 
-use crate::backend::{ExpertBackend, ExpertError, ExpertRows, ExpertStats, RoutedBatch};
-use crate::cache::{CacheOptions, ExpertCache};
+use crate::backend::{
+    ExpertBackend, ExpertError, ExpertRows, ExpertStats, FEW_EXPERTS, RoutedBatch,
+};
+use crate::cache::counters::Tier;
+use crate::cache::{CacheOptions, ExpertCache, Lease, Wanted};
 use crate::ledger::{ByteClass, Ledger, LedgerError, Reservation};
-use crate::load::ExpertTable;
-use crate::reader::Reader;
+use crate::mapped::MappedExperts;
+use crate::reader::FileSet;
+use crate::store::ExpertStore;
 
 /// Choices of a local backend.
 #[derive(Clone, Copy, Debug, Default)]
@@ -19,10 +24,22 @@ pub struct LocalOptions {
     pub cache_bytes: Option<u64>,
     /// Most experts in memory per layer, for tests.
     pub per_layer_max: Option<usize>,
+    /// Whether experts that are likely to be needed soon are read ahead.
+    pub read_ahead: bool,
+    /// Read ahead however busy the drive is, for tests.
+    pub always_idle: bool,
+    /// Whether all experts are read at once when all of them fit.
+    pub fill: bool,
 }
 
-/// Threads that read experts: enough for a queue on fast drives, few enough for slow ones.
-const LOADERS: usize = 4;
+/// Bytes of reads that keep a fast drive busy.
+const QUEUE_BYTES: u64 = 16 << 20;
+/// Fewest and most threads that read: large experts need a few, small ones many, and a thread that
+/// waits costs nothing but its stack.
+const LOADERS: std::ops::RangeInclusive<u64> = 4..=32;
+/// Experts that may be read ahead at a time, and their largest share of the cache.
+const AHEAD_EXPERTS: u64 = 8;
+const AHEAD_SHARE: u64 = 8;
 
 /// Why a local backend cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -33,48 +50,109 @@ pub enum StartError {
     /// Threads could not be started.
     #[error("cannot start reader threads: {0}")]
     Threads(#[from] std::io::Error),
+    /// The files cannot be mapped.
+    #[error("the model's files cannot be mapped: {0}; give another --io")]
+    Map(std::io::Error),
+    /// The experts do not lie in the files as they are computed.
+    #[error(
+        "--io mmap computes experts where they lie, but {what} lies otherwise; convert the model \
+         with coli convert --layout r16k4, or give another --io"
+    )]
+    NotInPlace {
+        /// An expert that does not.
+        what: String,
+    },
+}
+
+/// Where this machine's experts come from.
+enum Source {
+    /// Memory, filled from files.
+    Cache(ExpertCache),
+    /// The files themselves.
+    Mapped(MappedExperts),
 }
 
 /// Experts of this machine.
 pub struct LocalExperts {
-    cache: ExpertCache,
+    source: Source,
     wait_ns: AtomicU64,
-    _memory: [Reservation; 2],
+    _memory: Vec<Reservation>,
 }
 
 impl LocalExperts {
-    /// A backend over `table`. Reserves its read buffers, then its cache, which is at least one
+    /// A backend over `store`. Reserves its read buffers, then its cache, which is at least one
     /// expert and at most all of them.
     pub fn new(
-        table: ExpertTable,
-        reader: Reader,
+        store: ExpertStore,
         ledger: &std::sync::Arc<Ledger>,
         options: LocalOptions,
     ) -> Result<LocalExperts, StartError> {
-        let in_flight = ledger.reserve(ByteClass::InFlight, Self::in_flight_bytes(&table))?;
-        let smallest = table.slot_bytes_max();
+        let (largest, total) = (store.table().slot_bytes_max(), store.table().total_bytes());
+        let loaders = loaders(largest);
+        let in_flight = Self::in_flight_bytes(&store, options.read_ahead);
+        let in_flight = ledger.reserve(ByteClass::InFlight, in_flight)?;
         let wanted = options.cache_bytes.unwrap_or_else(|| ledger.free());
-        let capacity_bytes = wanted.min(table.total_bytes()).max(smallest);
+        let capacity_bytes = wanted.min(total).max(largest);
         let memory = ledger.reserve(ByteClass::ExpertCache, capacity_bytes)?;
-        let options = CacheOptions {
-            capacity_bytes,
-            per_layer_max: options.per_layer_max.map(|max| max.max(1)),
-            loaders: LOADERS,
-        };
-        let cache = ExpertCache::new(table, reader, options)?;
-        Ok(LocalExperts { cache, wait_ns: AtomicU64::new(0), _memory: [in_flight, memory] })
+        let everything = capacity_bytes >= total && options.per_layer_max.is_none();
+        let mut cache = CacheOptions::new(capacity_bytes, loaders);
+        cache.per_layer_max = options.per_layer_max.map(|max| max.max(1));
+        if options.read_ahead && !everything {
+            // Room for one at least, or there is nothing to read ahead into.
+            cache.ahead_bytes = (AHEAD_EXPERTS * largest)
+                .min((capacity_bytes / AHEAD_SHARE).max(largest))
+                .min(capacity_bytes.saturating_sub(largest));
+        }
+        if options.always_idle {
+            cache.idle_share_min = 0.0;
+        }
+        let cache = ExpertCache::new(store, cache)?;
+        if options.fill && everything {
+            cache.warm(cache.store().table().keys());
+        }
+        Ok(LocalExperts {
+            source: Source::Cache(cache),
+            wait_ns: AtomicU64::new(0),
+            _memory: vec![in_flight, memory],
+        })
     }
 
-    /// Bytes of read buffers that a backend over `table` holds.
-    pub fn in_flight_bytes(table: &ExpertTable) -> u64 {
-        let buffer = table.iter().map(|source| source.buffer_bytes()).max().unwrap_or(0);
-        buffer * LOADERS as u64
+    /// A backend that computes experts where they lie in `files`. Their pages are the system's to
+    /// keep or drop: they are noted in the ledger and not counted against its ceiling.
+    pub fn mapped(
+        store: ExpertStore,
+        files: &FileSet,
+        ledger: &std::sync::Arc<Ledger>,
+    ) -> Result<LocalExperts, StartError> {
+        let experts = MappedExperts::new(store, files)?;
+        ledger.note_file_pages(experts.len_bytes());
+        let source = Source::Mapped(experts);
+        Ok(LocalExperts { source, wait_ns: AtomicU64::new(0), _memory: Vec::new() })
     }
 
-    /// The cache.
-    pub fn cache(&self) -> &ExpertCache {
-        &self.cache
+    /// Bytes of read buffers that a backend over `store` holds.
+    pub fn in_flight_bytes(store: &ExpertStore, read_ahead: bool) -> u64 {
+        let threads = loaders(store.table().slot_bytes_max()) + usize::from(read_ahead);
+        store.load_memory_bytes() * threads as u64
     }
+
+    /// The cache; `None` when experts are computed where they lie.
+    pub fn cache(&self) -> Option<&ExpertCache> {
+        match &self.source {
+            Source::Cache(cache) => Some(cache),
+            Source::Mapped(_) => None,
+        }
+    }
+
+    /// Bytes of experts that may be in memory.
+    pub fn capacity_bytes(&self) -> u64 {
+        self.cache().map_or(0, |cache| cache.options().capacity_bytes)
+    }
+}
+
+/// Threads that read experts of so many bytes.
+fn loaders(expert_bytes: u64) -> usize {
+    (QUEUE_BYTES / expert_bytes.max(1)).clamp(*LOADERS.start(), *LOADERS.end()) as usize
 }
 
 /// Most rows of experts whose parallel work is shared: beyond them each expert is work enough for
@@ -133,6 +211,45 @@ fn add_experts(
     })
 }
 
+/// The matrices of leased experts.
+fn views(leases: &[(u32, Lease)]) -> impl Iterator<Item = (u32, ExpertRef<'_>)> {
+    leases.iter().map(|(expert, lease)| (*expert, lease.view()))
+}
+
+/// Computes experts that are in memory for their rows of the batch, in groups of one shape.
+fn add_all<'a>(
+    compute: &Compute,
+    layer: usize,
+    batch: &RoutedBatch<'_>,
+    mut experts: impl Iterator<Item = (u32, ExpertRef<'a>)>,
+    sum: &mut [i64],
+) -> Result<(), ExpertError> {
+    let work_of = |expert: u32| {
+        let at = batch.experts().binary_search(&expert);
+        batch.rows_of(at.unwrap_or(0))
+    };
+    let mut next = experts.next();
+    while let Some((expert, first)) = next {
+        let mut group = [(work_of(expert), first); EXPERTS_MAX];
+        let (mut count, mut rows) = (1, group[0].0.rows.len());
+        next = experts.next();
+        while let Some((expert, view)) = next
+            && count < EXPERTS_MAX
+        {
+            let work = work_of(expert);
+            rows += work.rows.len();
+            if rows > GROUP_ROWS || !view.has_shape_of(&first) {
+                break;
+            }
+            group[count] = (work, view);
+            count += 1;
+            next = experts.next();
+        }
+        add_experts(compute, layer, batch, &group[..count], sum)?;
+    }
+    Ok(())
+}
+
 impl ExpertBackend for LocalExperts {
     fn compute(
         &self,
@@ -140,48 +257,69 @@ impl ExpertBackend for LocalExperts {
         layer: usize,
         batch: &RoutedBatch<'_>,
         sum: &mut [i64],
+        meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ExpertError> {
-        let work_of = |expert: u32| {
-            let at = batch.experts().binary_search(&expert);
-            batch.rows_of(at.unwrap_or(0))
-        };
-        let (ready, mut pending) = self.cache.request(layer, batch.experts());
-        let mut rest = &ready[..];
-        while let Some((first, lease)) = rest.first() {
-            let shape = lease.view();
-            let mut group = [(work_of(*first), shape); EXPERTS_MAX];
-            let (mut count, mut rows) = (1, group[0].0.rows.len());
-            for (slot, (expert, lease)) in group[1..].iter_mut().zip(&rest[1..]) {
-                let work = work_of(*expert);
-                rows += work.rows.len();
-                if rows > GROUP_ROWS || !lease.view().has_shape_of(&shape) {
-                    break;
+        let failed = |expert, source| ExpertError::Load { layer, expert, source };
+        let cache = match &self.source {
+            Source::Cache(cache) => cache,
+            Source::Mapped(mapped) => {
+                meanwhile();
+                for expert in batch.experts() {
+                    mapped.verify(layer, *expert).map_err(|error| failed(*expert, error))?;
                 }
-                *slot = (work, lease.view());
-                count += 1;
+                let views =
+                    batch.experts().iter().map(|expert| (*expert, mapped.view(layer, *expert)));
+                return add_all(compute, layer, batch, views, sum);
             }
-            add_experts(compute, layer, batch, &group[..count], sum)?;
-            rest = &rest[count..];
-        }
+        };
+        let wanted: SmallVec<[Wanted; FEW_EXPERTS]> =
+            batch.iter().map(|expert| (expert.expert, expert.rows.len())).collect();
+        let (ready, mut pending) = cache.request(layer, &wanted, batch.input.rows());
+        meanwhile();
+        add_all(compute, layer, batch, views(&ready), sum)?;
         drop(ready);
         loop {
             let started = Instant::now();
-            let Some((expert, loaded)) = pending.next() else { return Ok(()) };
+            let Some(arrived) = pending.next(EXPERTS_MAX) else { return Ok(()) };
             let waited = started.elapsed().as_nanos() as u64;
             self.wait_ns.fetch_add(waited, Ordering::Relaxed);
-            let lease = loaded.map_err(|source| ExpertError::Load { layer, expert, source })?;
-            add_experts(compute, layer, batch, &[(work_of(expert), lease.view())], sum)?;
+            let arrived = arrived.map_err(|(expert, error)| failed(expert, error))?;
+            add_all(compute, layer, batch, views(&arrived), sum)?;
+        }
+    }
+
+    fn wants_guesses(&self) -> bool {
+        self.cache().is_some_and(|cache| cache.options().ahead_bytes > 0)
+    }
+
+    fn guess(&self, layer: usize, experts: &[u32]) {
+        if let Some(cache) = self.cache() {
+            cache.guess(layer, experts);
         }
     }
 
     fn stats(&self) -> ExpertStats {
-        let counters = self.cache.counters();
-        ExpertStats {
-            hits: counters.hits.load(Ordering::Relaxed),
-            misses: counters.misses.load(Ordering::Relaxed),
-            bytes_read: self.cache.reader().bytes_read(),
-            cached_bytes: self.cache.bytes(),
-            wait_s: self.wait_ns.load(Ordering::Relaxed) as f64 * 1e-9,
+        let wait_s = self.wait_ns.load(Ordering::Relaxed) as f64 * 1e-9;
+        match &self.source {
+            Source::Cache(cache) => {
+                let counters = cache.counters();
+                ExpertStats {
+                    hits: counters.hits(),
+                    guessed_hits: counters.tier(Tier::Guessed),
+                    misses: counters.misses(),
+                    bytes_read: cache.store().bytes_read(),
+                    cached_bytes: cache.bytes(),
+                    wait_s,
+                    busy_s: cache.busy_s(),
+                    known_s: cache.known_s(),
+                }
+            }
+            Source::Mapped(mapped) => ExpertStats {
+                hits: mapped.selections(),
+                cached_bytes: 0,
+                wait_s,
+                ..ExpertStats::default()
+            },
         }
     }
 }

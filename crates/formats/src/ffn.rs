@@ -30,7 +30,7 @@ impl ExpertDesc {
     /// Where gate, up and down lie within the expert's bytes.
     pub fn ranges(&self) -> [Range<usize>; 3] {
         let mut at = 0;
-        [&self.gate, &self.up, &self.down].map(|desc| {
+        self.matrices().map(|desc| {
             let start = at;
             at = (start + desc.bytes()).next_multiple_of(ALIGN);
             start..start + desc.bytes()
@@ -54,7 +54,20 @@ impl ExpertDesc {
 
     /// Format of one matrix (0 gate, 1 up, 2 down).
     pub fn format(&self, matrix: usize) -> Format {
-        [&self.gate, &self.up, &self.down][matrix].format()
+        self.matrices()[matrix].format()
+    }
+
+    /// The matrices: gate, up, down.
+    pub fn matrices(&self) -> [&MatrixDesc; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+
+    /// Checks an expert's bytes that are in place already; on error names the matrix too.
+    pub fn check(&self, data: &[u8]) -> Result<(), (usize, FormatError)> {
+        for (at, (desc, range)) in self.matrices().into_iter().zip(self.ranges()).enumerate() {
+            desc.check(&data[range]).map_err(|error| (at, error))?;
+        }
+        Ok(())
     }
 
     /// Checks the canonical bytes of one matrix (0 gate, 1 up, 2 down) and stores it in the
@@ -66,7 +79,7 @@ impl ExpertDesc {
         scales: &[u8],
         data: &mut [u8],
     ) -> Result<(), FormatError> {
-        let desc = [&self.gate, &self.up, &self.down][matrix];
+        let desc = self.matrices()[matrix];
         let range = self.ranges()[matrix].clone();
         // The e8 tag is a scale tensor by count, but belongs to no row.
         let scales = &scales[..desc.scale_range(0..desc.rows()).len().min(scales.len())];

@@ -5,7 +5,7 @@ use std::ops::Range;
 use numerics::simd::Simd;
 use numerics::{Isa, multiversion};
 
-use crate::format::{FP8_BLOCK, MXFP4_GROUP};
+use crate::format::{E8_BLOCK, FP8_BLOCK, MXFP4_GROUP};
 use crate::tile::{self, ROWS, TileShape};
 use crate::{Buffer, Format, FormatError, Fp8Scale, e8, fp8, int2, int3, int4, int8, mxfp4, plain};
 
@@ -182,7 +182,44 @@ impl MatrixDesc {
         Ok(())
     }
 
-    fn scales_at(&self) -> usize {
+    /// Checks bytes that lie in this arrangement already, as [`MatrixDesc::store`] checks canonical
+    /// ones.
+    pub fn check(&self, data: &[u8]) -> Result<(), FormatError> {
+        let (format, rows, cols) = (self.format, self.rows, self.cols);
+        let (want, got) = (self.bytes(), data.len());
+        if want != got {
+            return Err(FormatError::Length { format, rows, cols, what: "tiles", want, got });
+        }
+        let Some((shape, tile_bytes)) = self.tile() else {
+            let weights = format.weight_bytes(rows, cols).unwrap_or(0);
+            return check_values(format, cols, &data[..weights], &data[self.scales_at()..]);
+        };
+        for (at, tile) in data.chunks_exact(tile_bytes).enumerate() {
+            if tile::scales(&shape, tile).all(|scales| are_plain_scales(format, scales)) {
+                continue;
+            }
+            // Something unusual: the rules for canonical rows decide, and name the scale.
+            let tile_rows = at * ROWS..((at + 1) * ROWS).min(rows);
+            let (mut weights, mut scales) = (Vec::new(), Vec::new());
+            let matrix = MatrixRef { desc: *self, data };
+            matrix.append_canonical(tile_rows.clone(), &mut weights, &mut scales);
+            check_values(format, cols, &weights, &scales).map_err(|error| match error {
+                FormatError::Scale { format, index } => {
+                    // e8 counts its blocks: the scale tensor holds the tag only.
+                    let per_row = match format {
+                        Format::E8Iq3 => cols.div_ceil(E8_BLOCK),
+                        other => other.scale_count(1, cols).unwrap_or(0),
+                    };
+                    FormatError::Scale { format, index: index + tile_rows.start * per_row }
+                }
+                other => other,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Where the scales of a row arrangement begin.
+    pub fn scales_at(&self) -> usize {
         let weights = self.format.weight_bytes(self.rows, self.cols).unwrap_or(0);
         weights.next_multiple_of(SCALE_ALIGN)
     }
@@ -290,6 +327,29 @@ fn check_values(
     Ok(())
 }
 
+/// Whether the scales of a tile's head or group are all numbers that need no second look.
+fn are_plain_scales(format: Format, scales: &[u8]) -> bool {
+    let largest = largest_code(format);
+    match format {
+        Format::Int8Row
+        | Format::Int4Row
+        | Format::Int2Row
+        | Format::Int4Grouped(_)
+        | Format::Int3G64 => {
+            let scales = scales.as_chunks::<4>().0;
+            let finite = |four: &[u8; 4]| (f32::from_le_bytes(*four) * largest).is_finite();
+            scales.iter().fold(true, |all, four| all & finite(four))
+        }
+        Format::E8Iq3 => {
+            let finite = |two: &[u8; 2]| u16::from_le_bytes(*two) & 0x7c00 != 0x7c00;
+            scales.as_chunks::<2>().0.iter().all(finite)
+        }
+        Format::Mxfp4 => scales.iter().all(|byte| *byte < MXFP4_OVERFLOW),
+        // Kept row by row.
+        Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8B128(_) => false,
+    }
+}
+
 /// A matrix and its bytes.
 #[derive(Clone, Copy)]
 pub struct MatrixRef<'a> {
@@ -303,6 +363,32 @@ impl<'a> MatrixRef<'a> {
     /// Scale bytes of a row arrangement.
     pub(crate) fn scales(&self) -> &'a [u8] {
         &self.data[self.desc.scales_at()..]
+    }
+
+    /// Appends the canonical bytes of some rows and of their scales; the rows start at a multiple
+    /// of [`MatrixDesc::row_granule`].
+    pub fn append_canonical(
+        &self,
+        rows: Range<usize>,
+        weights: &mut Vec<u8>,
+        scales: &mut Vec<u8>,
+    ) {
+        let desc = &self.desc;
+        let row_bytes = desc.format.row_bytes(desc.cols).unwrap_or(0);
+        let Some((shape, tile_bytes)) = desc.tile() else {
+            weights.extend_from_slice(&self.data[rows.start * row_bytes..rows.end * row_bytes]);
+            scales.extend_from_slice(&self.scales()[desc.scale_range(rows)]);
+            return;
+        };
+        let scale_bytes = desc.scale_range(0..1).len();
+        for row in rows {
+            let (weights_at, scales_at) = (weights.len(), scales.len());
+            weights.resize(weights_at + row_bytes, 0);
+            scales.resize(scales_at + scale_bytes, 0);
+            let tile = &self.data[row / ROWS * tile_bytes..][..tile_bytes];
+            let (weights, scales) = (&mut weights[weights_at..], &mut scales[scales_at..]);
+            tile::unpack_row(desc.format, &shape, tile, row % ROWS, weights, scales);
+        }
     }
 
     /// Decodes row `row` to f32, as stored: e8 rows stay rotated.

@@ -249,6 +249,16 @@ impl<'a, C: Codes> Iterator for Blocks<'a, C> {
     }
 }
 
+/// The scales of a tile: its head's, or those of each group.
+pub fn scales<'a>(shape: &TileShape, tile: &'a [u8]) -> impl Iterator<Item = &'a [u8]> {
+    let TileShape { cols, group, header_bytes, group_header_bytes, .. } = *shape;
+    let stride = shape.group_bytes(group);
+    let head = (header_bytes > 0).then(|| &tile[..header_bytes]);
+    let groups = if group_header_bytes > 0 { cols.div_ceil(group) } else { 0 };
+    let of_group = move |at: usize| &tile[header_bytes + at * stride..][..group_header_bytes];
+    head.into_iter().chain((0..groups).map(of_group))
+}
+
 /// Packs up to 16 canonical rows into a zeroed tile. `weights` and `scales` hold whole rows;
 /// `scales` is empty where the format keeps none outside its weights.
 pub fn pack(format: Format, shape: &TileShape, weights: &[u8], scales: &[u8], tile: &mut [u8]) {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::UNIX_EPOCH;
 
-use container::{ByteRange, Model};
+use container::{ByteRange, Layout, Model};
 use experts::load::for_each_block;
 use experts::{FileSet, Reader};
 use formats::format::FP8_BLOCK;
@@ -20,7 +20,7 @@ use crate::manifest::{
     DirLock, FileRecord, LOCK_FILE, MANIFEST_FILE, Manifest, SourceIdentity, record, write_durably,
 };
 use crate::plan::{Choice, Item, Plan};
-use crate::shard::{Layout, Place, ShardFile, Target, check_space, shard_name, split};
+use crate::shard::{Canonical, Place, ShardWriter, Target, Unit, split, units, write_shards};
 
 /// Shard size when none is asked for.
 pub const SHARD_BYTES: u64 = 4_000_000_000;
@@ -42,13 +42,18 @@ fn is_side_file(name: &str) -> bool {
     (belongs || name.starts_with("LICENSE")) && !OWN_FILES.contains(&name)
 }
 
+fn target_of(item: &Item) -> &Target {
+    &item.target
+}
+
 /// A conversion that has been planned.
 pub struct Conversion {
     source_dirs: Vec<PathBuf>,
     model: Model,
     destination: PathBuf,
     plan: Plan,
-    shards: Vec<Vec<Item>>,
+    layout: Layout,
+    shards: Vec<Vec<Unit<Item>>>,
     manifest: Manifest,
     done: usize,
     reader: Reader,
@@ -61,6 +66,7 @@ impl Conversion {
         source: &[PathBuf],
         destination: &Path,
         choice: &Choice,
+        layout: Layout,
         shard_bytes: u64,
         threads: usize,
     ) -> Result<Conversion, LabError> {
@@ -71,21 +77,22 @@ impl Conversion {
 
         let mut parameters = choice.parameters();
         parameters.insert("shard-bytes".to_owned(), shard_bytes.to_string());
+        parameters.insert("layout".to_owned(), layout.name().to_owned());
         let manifest = Manifest::new(source_identity(&model, &reader)?, parameters);
         let (manifest, done) = check_destination(source, destination, manifest)?;
 
-        let mut items = plan.items.iter().cloned();
-        let targets = plan.items.iter().map(|item| item.target.clone()).collect();
-        let shards: Vec<Vec<Item>> = split(targets, shard_bytes.max(1))
-            .into_iter()
-            .map(|shard| items.by_ref().take(shard.len()).collect())
-            .collect();
+        if layout == Layout::R16k4Rans {
+            plan.check_coded()?;
+        }
+        let units = units(plan.items.clone(), layout, |item| item.expert);
+        let shards = split(units, shard_bytes.max(1), target_of);
         let team = Team::new(threads).map_err(LabError::write(destination, "start threads for"))?;
         Ok(Conversion {
             source_dirs: source.to_vec(),
             model,
             destination: destination.to_owned(),
             plan,
+            layout,
             shards,
             manifest,
             done,
@@ -117,31 +124,18 @@ impl Conversion {
         fs::create_dir_all(&self.destination)
             .map_err(LabError::write(&self.destination, "create"))?;
         let _lock = DirLock::take(&self.destination)?;
-        let done: u64 = self.manifest.files.iter().map(|file| file.bytes).sum();
-        check_space(&self.destination, self.plan.bytes().saturating_sub(done))?;
-        self.manifest.store(&self.destination)?;
-        let total = self.plan.bytes();
-        let mut written = 0;
-        let count = self.shards.len();
-        for (index, items) in std::mem::take(&mut self.shards).into_iter().enumerate() {
-            if index < self.done {
-                written += items.iter().map(|item| item.target.bytes()).sum::<u64>();
-                progress(written, total);
-                continue;
-            }
-            let name = shard_name(index, count);
-            let targets: Vec<Target> = items.iter().map(|item| item.target.clone()).collect();
-            let layout = Layout::new(&targets);
-            let shard = ShardFile::create(&self.destination.join(&name), &layout)?;
-            for (at, item) in items.iter().enumerate() {
-                self.write_item(item, layout.place(at), &shard)?;
-                written += item.target.bytes();
-                progress(written, total);
-            }
-            shard.finish()?;
-            self.manifest.files.push(record(&self.destination, &name)?);
-            self.manifest.store(&self.destination)?;
-        }
+        let mut manifest = self.manifest.clone();
+        write_shards(
+            &self.destination,
+            self.layout,
+            &self.shards,
+            self.done,
+            &mut manifest,
+            target_of,
+            &mut |unit, shard| self.write_unit(unit, shard),
+            progress,
+        )?;
+        self.manifest = manifest;
         // The source must be what it was when the run began, or two sources are mixed.
         let now = source_identity(&self.model, &self.reader)?;
         if now != self.manifest.source {
@@ -156,38 +150,80 @@ impl Conversion {
         Ok(self.manifest)
     }
 
-    fn write_item(&self, item: &Item, place: Place, shard: &ShardFile) -> Result<(), LabError> {
-        let Item { source, target } = item;
-        if source.format == target.format {
+    fn write_unit(&self, unit: &Unit<Item>, shard: &mut ShardWriter) -> Result<(), LabError> {
+        match unit {
+            Unit::Tensor(item) => {
+                let place = shard.place(&item.target);
+                self.write_item(item, place, shard)
+            }
+            Unit::Expert { layer, expert, parts } => {
+                let [gate, up, down] = &**parts;
+                let canonical = [self.canonical(gate)?, self.canonical(up)?, self.canonical(down)?];
+                let targets = parts.each_ref().map(|item| &item.target);
+                shard.write_expert((*layer, *expert), targets, &canonical)
+            }
+        }
+    }
+
+    /// All bytes of a target.
+    fn canonical(&self, item: &Item) -> Result<Canonical, LabError> {
+        let mut bytes = Canonical::default();
+        self.each_piece(item, &mut |weights, scales| {
+            bytes.0.extend_from_slice(weights);
+            bytes.1.extend_from_slice(scales);
+            Ok(())
+        })?;
+        Ok(bytes)
+    }
+
+    fn write_item(&self, item: &Item, place: Place, shard: &ShardWriter) -> Result<(), LabError> {
+        let Item { source, target, .. } = item;
+        if source.format == target.format && source.layout == Layout::Canonical {
             self.copy(&item.source.name, source.weights, place.weights, shard)?;
             if let Some(scales) = source.scales {
                 self.copy(&item.source.name, scales, place.scales, shard)?;
             }
             return Ok(());
         }
+        let (mut weights_at, mut scales_at) = (place.weights, place.scales);
+        self.each_piece(item, &mut |weights, scales| {
+            shard.write(weights_at, weights)?;
+            shard.write(scales_at, scales)?;
+            weights_at += weights.len() as u64;
+            scales_at += scales.len() as u64;
+            Ok(())
+        })
+    }
+
+    /// Hands the canonical bytes of a target to `take`, block by block: weights and their scales.
+    fn each_piece(
+        &self,
+        item: &Item,
+        take: &mut dyn FnMut(&[u8], &[u8]) -> Result<(), LabError>,
+    ) -> Result<(), LabError> {
+        let Item { source, target, .. } = item;
         let encode_error = |error| LabError::Encode { tensor: target.name.clone(), source: error };
         let desc =
             MatrixDesc::for_rows(source.format, source.rows, source.cols).map_err(encode_error)?;
         let encoder = Encoder::new(target.format, target.cols);
         let rotation = source.format.is_rotated().then(|| Rotation::shared(source.cols));
-        let row_bytes = target.format.row_bytes(target.cols).unwrap_or(0) as u64;
-        let mut scales_at = place.scales;
+        let same = source.format == target.format;
         let mut failure = None;
         for_each_block(&self.reader, source, desc, FP8_BLOCK, |rows, weights, scales| {
             if failure.is_some() {
+                return Ok(());
+            }
+            if same {
+                failure = take(weights, scales).err();
                 return Ok(());
             }
             let block = MatrixDesc::for_rows(source.format, rows.len(), source.cols)?;
             let mut canonical = QTensor::zeroed(block);
             canonical.store(0..rows.len(), weights, scales)?;
             let encoded = self.encode_block(canonical.view(), &encoder, rotation.as_deref());
-            let written = encoded.map_err(encode_error).and_then(|(weights, scales)| {
-                shard.write(place.weights + rows.start as u64 * row_bytes, &weights)?;
-                shard.write(scales_at, &scales)?;
-                scales_at += scales.len() as u64;
-                Ok(())
-            });
-            failure = written.err();
+            let taken =
+                encoded.map_err(encode_error).and_then(|(weights, scales)| take(&weights, &scales));
+            failure = taken.err();
             Ok(())
         })?;
         if let Some(failure) = failure {
@@ -195,7 +231,7 @@ impl Conversion {
         }
         let mut tail = Vec::new();
         encoder.finish(&mut tail);
-        shard.write(scales_at, &tail)
+        take(&[], &tail)
     }
 
     /// Encodes a block of decoded rows, in pieces of 128 rows on all threads.
@@ -238,7 +274,7 @@ impl Conversion {
         name: &str,
         from: ByteRange,
         to: u64,
-        shard: &ShardFile,
+        shard: &ShardWriter,
     ) -> Result<(), LabError> {
         let mut buffer = vec![0; COPY_BYTES.min(from.len as usize)];
         let mut done = 0;

@@ -3,8 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use container::{Config, Model, QSource, Role, TensorClass, TensorSpec, tensor_specs};
-use formats::Format;
+use container::{Config, Layout, Model, QSource, Role, TensorClass, TensorSpec, tensor_specs};
+use formats::{Format, MatrixDesc, rans};
 
 use crate::error::LabError;
 use crate::shard::Target;
@@ -91,6 +91,8 @@ pub struct Item {
     pub source: QSource,
     /// What it becomes.
     pub target: Target,
+    /// Layer and number of the routed expert it belongs to.
+    pub expert: Option<(usize, usize)>,
 }
 
 /// A line of the printed plan.
@@ -136,7 +138,8 @@ impl Plan {
             *line.to.entry(full_name(target.format)).or_default() += 1;
             line.from_bytes += source.bytes();
             line.to_bytes += target.bytes();
-            plan.items.push(Item { source, target });
+            let expert = spec.layer.zip(spec.expert);
+            plan.items.push(Item { source, target, expert });
         }
         if let Some(class) = choice.named.iter().find(|class| !plan.classes.contains_key(class)) {
             return Err(LabError::Request(format!(
@@ -147,9 +150,22 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Bytes the output will take, headers not counted.
-    pub fn bytes(&self) -> u64 {
-        self.items.iter().map(|item| item.target.bytes()).sum()
+    /// Refuses coded records where no expert would have one.
+    pub fn check_coded(&self) -> Result<(), LabError> {
+        let codes = |item: &Item| {
+            let Target { format, rows, cols, .. } = item.target;
+            item.expert.is_some()
+                && MatrixDesc::for_matmul(format, rows, cols, false)
+                    .is_ok_and(|desc| rans::applies(&desc))
+        };
+        if self.items.iter().any(codes) {
+            return Ok(());
+        }
+        Err(LabError::Request(format!(
+            "--layout {}: only experts in int4 are coded, and this plan has none; \
+             give --experts int4-g64 or --layout r16k4",
+            Layout::R16k4Rans.name()
+        )))
     }
 }
 

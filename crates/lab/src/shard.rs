@@ -1,15 +1,19 @@
-//! Writing safetensors shards: the header is known before the data, data comes in any order, the
-//! file appears under its name only when it is complete and on disk.
+//! Writing safetensors shards, experts as records in kernel order or everything in the canonical
+//! layout. A file appears under its name only when it is complete and on disk.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
+use container::Layout;
+use container::header::{LENGTH_BYTES, PAD_PREFIX};
+use container::record::{RECORD_ALIGN, RECORDS_KEY, row_json};
 use container::source::SCALE_ENDING;
 use container::stamp::STAMP_KEY;
-use formats::{Format, ScaleType};
+use formats::{Arrangement, ExpertDesc, Format, MatrixDesc, ScaleType, rans};
 use serde_json::{Map, Value, json};
 
 use crate::error::LabError;
+use crate::manifest::{Manifest, record};
 
 /// A matrix or vector to be written.
 #[derive(Clone, Debug, PartialEq)]
@@ -79,77 +83,104 @@ pub struct Place {
     pub scales: u64,
 }
 
-/// The header and places of a shard.
-pub struct Layout {
-    header: Vec<u8>,
-    places: Vec<Place>,
-    bytes: u64,
+/// What is written together.
+#[derive(Clone, Debug)]
+pub enum Unit<T> {
+    /// One tensor in the canonical layout.
+    Tensor(T),
+    /// A routed expert as one record.
+    Expert {
+        /// Its layer.
+        layer: usize,
+        /// Its number.
+        expert: usize,
+        /// Gate, up, down.
+        parts: Box<[T; 3]>,
+    },
 }
 
-impl Layout {
-    /// Lays targets out in order, each one's scales behind its weights.
-    pub fn new(targets: &[Target]) -> Layout {
-        let mut entries = Map::new();
-        let mut stamps = Map::new();
-        for target in targets.iter().filter(|target| !target.vector) {
-            stamps.insert(target.name.clone(), json!(target.format.to_string()));
+impl<T> Unit<T> {
+    /// The tensors, in order.
+    pub fn parts(&self) -> &[T] {
+        match self {
+            Unit::Tensor(part) => std::slice::from_ref(part),
+            Unit::Expert { parts, .. } => &parts[..],
         }
-        let stamps = Value::Object(stamps).to_string();
-        entries.insert("__metadata__".to_owned(), json!({"format": "pt", STAMP_KEY: stamps}));
-        let mut at = 0;
-        let mut places = Vec::with_capacity(targets.len());
-        for target in targets {
-            let weights = at;
-            at += target.weight_bytes();
-            let entry = |dtype: &str, shape: Vec<usize>, start: u64, end: u64| json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]});
-            let value = entry(target.dtype(), target.shape(), weights, at);
-            entries.insert(target.name.clone(), value);
-            let scales = at;
-            if target.scale_bytes() > 0 {
-                at += target.scale_bytes();
-                let dtype = match target.format.scale_type() {
-                    ScaleType::F32 => "F32",
-                    ScaleType::Ue8m0 | ScaleType::None => "U8",
-                };
-                let count = target.format.scale_count(target.rows, target.cols).unwrap_or(0);
-                let value = entry(dtype, vec![count], scales, at);
-                entries.insert(format!("{}{SCALE_ENDING}", target.name), value);
+    }
+}
+
+/// Makes units of tensors: every three of one routed expert become a record, unless the layout is
+/// canonical. `place_of` says the layer and expert of a tensor.
+pub fn units<T>(
+    tensors: Vec<T>,
+    layout: Layout,
+    place_of: impl Fn(&T) -> Option<(usize, usize)>,
+) -> Vec<Unit<T>> {
+    let mut units = Vec::new();
+    let mut tensors = tensors.into_iter();
+    while let Some(first) = tensors.next() {
+        match place_of(&first).filter(|_| layout != Layout::Canonical) {
+            None => units.push(Unit::Tensor(first)),
+            // The list of a model's tensors has gate, up and down one after the other.
+            Some((layer, expert)) => {
+                if let (Some(up), Some(down)) = (tensors.next(), tensors.next()) {
+                    let parts = Box::new([first, up, down]);
+                    units.push(Unit::Expert { layer, expert, parts });
+                }
             }
-            places.push(Place { weights, scales });
         }
-        let mut json = Value::Object(entries).to_string().into_bytes();
-        json.resize(json.len().next_multiple_of(8), b' ');
-        let mut header = (json.len() as u64).to_le_bytes().to_vec();
-        header.extend_from_slice(&json);
-        let data = header.len() as u64;
-        for place in &mut places {
-            place.weights += data;
-            place.scales += data;
-        }
-        Layout { header, places, bytes: data + at }
     }
-
-    /// Bytes of the file.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Where target number `index` goes.
-    pub fn place(&self, index: usize) -> Place {
-        self.places[index]
-    }
+    units
 }
 
-/// A shard being written under a temporary name.
-pub struct ShardFile {
+/// Canonical bytes of a matrix: weights, and scales where the format has any.
+pub type Canonical = (Vec<u8>, Vec<u8>);
+
+/// Bytes of a JSON entry beside the tensor's name, at most: type, shape, offsets, punctuation.
+const ENTRY_BYTES: u64 = 160;
+/// Bytes of a record's JSON row, at most.
+const RECORD_BYTES: u64 = 128;
+/// Entries of padding around a record, at most.
+const RECORD_PADS: u64 = 4;
+/// Matrices of a coded record start at multiples of it.
+const CODED_ALIGN: u64 = 64;
+
+/// A shard being written under a temporary name, unit by unit. Room for the header is kept in
+/// front; the header is written last, because hashes and lengths of records are known then.
+pub struct ShardWriter {
     file: File,
     temporary: PathBuf,
     path: PathBuf,
+    layout: Layout,
+    /// Where tensor data begins.
+    data_start: u64,
+    /// End of what is placed, from there.
+    at: u64,
+    entries: Map<String, Value>,
+    stamps: Map<String, Value>,
+    records: Map<String, Value>,
+    pads: usize,
 }
 
-impl ShardFile {
-    /// Starts `path`; what an interrupted run left under the temporary name is dropped.
-    pub fn create(path: &Path, layout: &Layout) -> Result<ShardFile, LabError> {
+impl ShardWriter {
+    /// Starts `path` for these units; what an interrupted run left under the temporary name is
+    /// dropped.
+    pub fn create<'a, T: 'a>(
+        path: &Path,
+        layout: Layout,
+        units: impl Iterator<Item = &'a Unit<T>>,
+        target_of: impl Fn(&T) -> &Target,
+    ) -> Result<ShardWriter, LabError> {
+        let mut header = 2 * ENTRY_BYTES;
+        for unit in units {
+            if matches!(unit, Unit::Expert { .. }) {
+                header += RECORD_BYTES + RECORD_PADS * ENTRY_BYTES;
+            }
+            for part in unit.parts() {
+                // The name stands in the entry, in that of its scales and, escaped, in the stamps.
+                header += 3 * (target_of(part).name.len() as u64 + ENTRY_BYTES);
+            }
+        }
         let mut temporary = path.as_os_str().to_owned();
         temporary.push(".tmp");
         let temporary = PathBuf::from(temporary);
@@ -159,23 +190,230 @@ impl ShardFile {
             .truncate(true)
             .open(&temporary)
             .map_err(LabError::write(&temporary, "create"))?;
-        file.set_len(layout.bytes()).map_err(LabError::write(&temporary, "extend"))?;
-        let shard = ShardFile { file, temporary, path: path.to_owned() };
-        shard.write(0, &layout.header)?;
-        Ok(shard)
+        Ok(ShardWriter {
+            file,
+            temporary,
+            path: path.to_owned(),
+            layout,
+            data_start: header.next_multiple_of(RECORD_ALIGN),
+            at: 0,
+            entries: Map::new(),
+            stamps: Map::new(),
+            records: Map::new(),
+            pads: 0,
+        })
     }
 
-    /// Writes bytes at an offset.
+    /// Writes bytes at an offset of the file.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), LabError> {
         write_all_at(&self.file, offset, bytes).map_err(LabError::write(&self.temporary, "write"))
     }
 
+    /// Places a tensor in the canonical layout; its bytes are written by the caller.
+    pub fn place(&mut self, target: &Target) -> Place {
+        if !target.vector {
+            self.stamps.insert(target.name.clone(), json!(target.format.to_string()));
+        }
+        let weights =
+            self.entry(target.name.clone(), target.dtype(), target.shape(), target.weight_bytes());
+        let scales = self.place_scales(target);
+        Place { weights, scales }
+    }
+
+    fn place_scales(&mut self, target: &Target) -> u64 {
+        if target.scale_bytes() == 0 {
+            return self.data_start + self.at;
+        }
+        let dtype = match target.format.scale_type() {
+            ScaleType::F32 => "F32",
+            ScaleType::Ue8m0 | ScaleType::None => "U8",
+        };
+        let count = target.format.scale_count(target.rows, target.cols).unwrap_or(0);
+        let name = format!("{}{SCALE_ENDING}", target.name);
+        self.entry(name, dtype, vec![count], target.scale_bytes())
+    }
+
+    /// Places a tensor behind what is placed; returns its offset in the file.
+    fn entry(&mut self, name: String, dtype: &str, shape: Vec<usize>, bytes: u64) -> u64 {
+        let (start, end) = (self.at, self.at + bytes);
+        self.entries
+            .insert(name, json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]}));
+        self.at = end;
+        self.data_start + start
+    }
+
+    /// Fills up to an offset from the start of tensor data.
+    fn pad_to(&mut self, offset: u64) {
+        if offset > self.at {
+            let (bytes, number) = (offset - self.at, self.pads);
+            self.pads += 1;
+            self.entry(format!("{PAD_PREFIX}{number}"), "U8", vec![bytes as usize], bytes);
+        }
+    }
+
+    /// Writes an expert as one record: its matrices as they lie in memory, or coded. `canonical`
+    /// has the bytes of each.
+    pub fn write_expert(
+        &mut self,
+        (layer, expert): (usize, usize),
+        targets: [&Target; 3],
+        canonical: &[Canonical; 3],
+    ) -> Result<(), LabError> {
+        let failed = |at: usize| {
+            let tensor = targets[at].name.clone();
+            move |source| LabError::Encode { tensor, source }
+        };
+        let mut descs = Vec::with_capacity(targets.len());
+        for (at, target) in targets.iter().enumerate() {
+            let desc = MatrixDesc::for_matmul(target.format, target.rows, target.cols, false);
+            descs.push(desc.map_err(failed(at))?);
+        }
+        let desc = ExpertDesc { gate: descs[0], up: descs[1], down: descs[2] };
+        let mut image = vec![0; desc.bytes()];
+        let mut hasher = blake3::Hasher::new();
+        for (at, (weights, scales)) in canonical.iter().enumerate() {
+            desc.store(at, weights, scales, &mut image).map_err(failed(at))?;
+            // The e8 tag is none of the weights: it is left out here as it is in tiles.
+            let of_rows = descs[at].scale_range(0..targets[at].rows).len().min(scales.len());
+            hasher.update(weights).update(&scales[..of_rows]);
+        }
+        let mut blake3 = [0; 16];
+        blake3.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+
+        self.pad_to(self.at.next_multiple_of(RECORD_ALIGN));
+        let start = self.at;
+        let coded = match self.layout {
+            Layout::R16k4Rans => code(&desc, &image),
+            Layout::Canonical | Layout::R16k4 => None,
+        };
+        let bytes = match coded {
+            Some(streams) => self.place_coded(start, targets, &streams),
+            None => {
+                self.place_image(start, targets, &desc);
+                image
+            }
+        };
+        let len = self.at - start;
+        let bytes = &bytes[..len as usize];
+        self.write(self.data_start + start, bytes)?;
+        let row = row_json(start, len, &blake3, crc32c::crc32c(bytes));
+        self.records.insert(format!("{layer}.{expert}"), row);
+        Ok(())
+    }
+
+    fn place_image(&mut self, start: u64, targets: [&Target; 3], desc: &ExpertDesc) {
+        for ((target, desc), range) in targets.iter().zip(desc.matrices()).zip(desc.ranges()) {
+            self.pad_to(start + range.start as u64);
+            match desc.arrangement() {
+                Arrangement::Rows => {
+                    self.stamps.insert(target.name.clone(), json!(target.format.to_string()));
+                    let (dtype, shape) = (target.dtype(), target.shape());
+                    self.entry(target.name.clone(), dtype, shape, target.weight_bytes());
+                    if target.scale_bytes() > 0 {
+                        self.pad_to(start + (range.start + desc.scales_at()) as u64);
+                        self.place_scales(target);
+                    }
+                }
+                Arrangement::Tiles => self.tiles(target, Layout::R16k4, desc.bytes()),
+            }
+        }
+    }
+
+    fn place_coded(
+        &mut self,
+        start: u64,
+        targets: [&Target; 3],
+        streams: &[Vec<u8>; 3],
+    ) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for (target, stream) in targets.iter().zip(streams) {
+            bytes.resize(bytes.len().next_multiple_of(CODED_ALIGN as usize), 0);
+            self.pad_to(start + bytes.len() as u64);
+            self.tiles(target, Layout::R16k4Rans, stream.len());
+            bytes.extend_from_slice(stream);
+        }
+        bytes
+    }
+
+    fn tiles(&mut self, target: &Target, layout: Layout, bytes: usize) {
+        let stamp = format!("{}+{}", target.format, layout.name());
+        self.stamps.insert(target.name.clone(), json!(stamp));
+        self.entry(target.name.clone(), "U8", vec![bytes], bytes as u64);
+    }
+
     /// Puts the file on disk under its name.
-    pub fn finish(self) -> Result<(), LabError> {
+    pub fn finish(mut self) -> Result<(), LabError> {
+        if !self.records.is_empty() {
+            // The last record can be read in whole pages.
+            self.pad_to(self.at.next_multiple_of(RECORD_ALIGN));
+        }
+        let mut metadata = Map::new();
+        metadata.insert("format".to_owned(), json!("pt"));
+        let stamps = Value::Object(std::mem::take(&mut self.stamps)).to_string();
+        metadata.insert(STAMP_KEY.to_owned(), json!(stamps));
+        if !self.records.is_empty() {
+            let records = Value::Object(std::mem::take(&mut self.records)).to_string();
+            metadata.insert(RECORDS_KEY.to_owned(), json!(records));
+        }
+        let mut entries = Map::new();
+        entries.insert("__metadata__".to_owned(), Value::Object(metadata));
+        entries.append(&mut self.entries);
+        let mut json = Value::Object(entries).to_string().into_bytes();
+        let room = (self.data_start - LENGTH_BYTES) as usize;
+        assert!(json.len() <= room, "a header of {} bytes in {room}", json.len());
+        json.resize(room, b' ');
+        self.write(0, &(room as u64).to_le_bytes())?;
+        self.write(LENGTH_BYTES, &json)?;
+        let len = self.data_start + self.at;
+        self.file.set_len(len).map_err(LabError::write(&self.temporary, "extend"))?;
         self.file.sync_all().map_err(LabError::write(&self.temporary, "sync"))?;
         fs::rename(&self.temporary, &self.path).map_err(LabError::write(&self.path, "name"))?;
         sync_dir(&self.path)
     }
+}
+
+/// The coded streams of an expert; `None` when one of its matrices has a format that is not coded.
+fn code(desc: &ExpertDesc, image: &[u8]) -> Option<[Vec<u8>; 3]> {
+    let mut streams = [Vec::new(), Vec::new(), Vec::new()];
+    for ((desc, range), stream) in desc.matrices().into_iter().zip(desc.ranges()).zip(&mut streams)
+    {
+        *stream = rans::encode(desc, &image[range])?;
+    }
+    Some(streams)
+}
+
+/// Writes the shards of a container that are not done yet, and keeps the manifest up to date.
+/// `write` puts one unit into its shard; `progress` is told bytes of units done and in all.
+pub fn write_shards<T>(
+    dir: &Path,
+    layout: Layout,
+    shards: &[Vec<Unit<T>>],
+    done: usize,
+    manifest: &mut Manifest,
+    target_of: impl Fn(&T) -> &Target + Copy,
+    write: &mut dyn FnMut(&Unit<T>, &mut ShardWriter) -> Result<(), LabError>,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<(), LabError> {
+    let bytes = |unit: &Unit<T>| unit.parts().iter().map(|p| target_of(p).bytes()).sum::<u64>();
+    let total: u64 = shards.iter().flatten().map(bytes).sum();
+    let left: u64 = shards.iter().skip(done).flatten().map(bytes).sum();
+    check_space(dir, left)?;
+    manifest.store(dir)?;
+    let mut written = total - left;
+    progress(written, total);
+    for (index, units) in shards.iter().enumerate().skip(done) {
+        let name = shard_name(index, shards.len());
+        let mut shard = ShardWriter::create(&dir.join(&name), layout, units.iter(), target_of)?;
+        for unit in units {
+            write(unit, &mut shard)?;
+            written += bytes(unit);
+            progress(written, total);
+        }
+        shard.finish()?;
+        manifest.files.push(record(dir, &name)?);
+        manifest.store(dir)?;
+    }
+    Ok(())
 }
 
 /// Refuses to write `bytes` where less is free.
@@ -218,18 +456,23 @@ fn write_all_at(file: &File, mut offset: u64, mut bytes: &[u8]) -> std::io::Resu
     Ok(())
 }
 
-/// Cuts targets into shards of about `shard_bytes`, never in the middle of a target.
-pub fn split(targets: Vec<Target>, shard_bytes: u64) -> Vec<Vec<Target>> {
-    let mut shards: Vec<Vec<Target>> = Vec::new();
+/// Cuts units into shards of about `shard_bytes`, never in the middle of one.
+pub fn split<T>(
+    units: Vec<Unit<T>>,
+    shard_bytes: u64,
+    target_of: impl Fn(&T) -> &Target,
+) -> Vec<Vec<Unit<T>>> {
+    let mut shards: Vec<Vec<Unit<T>>> = Vec::new();
     let mut bytes = 0u64;
-    for target in targets {
-        if shards.is_empty() || bytes + target.bytes() > shard_bytes {
+    for unit in units {
+        let of_unit = unit.parts().iter().map(|part| target_of(part).bytes()).sum::<u64>();
+        if shards.is_empty() || bytes + of_unit > shard_bytes {
             shards.push(Vec::new());
             bytes = 0;
         }
-        bytes += target.bytes();
+        bytes += of_unit;
         if let Some(shard) = shards.last_mut() {
-            shard.push(target);
+            shard.push(unit);
         }
     }
     shards

@@ -3,16 +3,15 @@
 use std::fs;
 use std::path::Path;
 
-use container::{Config, Role, TensorClass, TensorSpec};
+use container::{Config, Layout, Role, TensorClass, TensorSpec};
 use formats::{Encoder, Format, Fp8Scale};
 use numerics::Isa;
 use serde_json::{Value, json};
 
 use crate::error::LabError;
-use crate::manifest::{Manifest, SourceIdentity, record};
+use crate::manifest::{Manifest, SourceIdentity};
 use crate::plan::{full_name, synthetic_targets};
-use crate::shard::check_space;
-use crate::shard::{Layout, Place, ShardFile, Target, shard_name, split};
+use crate::shard::{Canonical, Place, ShardWriter, Target, Unit, split, units, write_shards};
 
 /// Shapes to start from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -54,6 +53,8 @@ pub struct SynthOptions {
     pub seed: u64,
     /// Shard size.
     pub shard_bytes: u64,
+    /// Layout of routed experts.
+    pub layout: Layout,
 }
 
 /// The configuration file of a shape.
@@ -149,6 +150,17 @@ fn check_overrides(like: Like, over: &Overrides) -> Result<(), LabError> {
     }
 }
 
+/// A tensor to be made.
+type Made = (TensorSpec, Target);
+
+fn target_of(made: &Made) -> &Target {
+    &made.1
+}
+
+fn made_matrix<'a>(config: &Config, seed: u64, (spec, target): &'a Made) -> Matrix<'a> {
+    Matrix::new(target, seed, gain(config, spec))
+}
+
 /// Writes a model. `progress` is told bytes done and in all.
 pub fn write(
     dir: &Path,
@@ -199,33 +211,29 @@ pub fn write(
         ("dense".to_owned(), full_name(options.dense)),
         ("seed".to_owned(), options.seed.to_string()),
         ("shard-bytes".to_owned(), options.shard_bytes.to_string()),
+        ("layout".to_owned(), options.layout.name().to_owned()),
     ];
     let source = SourceIdentity {
         name: "synthetic".to_owned(),
         blake3: blake3::hash(text.as_bytes()).to_hex().to_string(),
     };
     let mut manifest = Manifest::new(source, parameters.into_iter().collect());
-    manifest.store(dir)?;
-    let (specs, targets): (Vec<TensorSpec>, Vec<Target>) = targets.into_iter().unzip();
-    let total: u64 = targets.iter().map(Target::bytes).sum();
-    check_space(dir, total)?;
-    let mut specs = specs.into_iter();
-    let mut done = 0;
-    let shards = split(targets, options.shard_bytes.max(1));
-    let count = shards.len();
-    for (index, targets) in shards.iter().enumerate() {
-        let name = shard_name(index, count);
-        let layout = Layout::new(targets);
-        let shard = ShardFile::create(&dir.join(&name), &layout)?;
-        for (at, (target, spec)) in targets.iter().zip(specs.by_ref()).enumerate() {
-            let gain = gain(&config, &spec);
-            write_matrix(target, options.seed, gain, layout.place(at), &shard)?;
-            done += target.bytes();
-            progress(done, total);
+    let units = units(targets, options.layout, |(spec, _)| spec.layer.zip(spec.expert));
+    let shards = split(units, options.shard_bytes.max(1), target_of);
+    let mut write = |unit: &Unit<Made>, shard: &mut ShardWriter| match unit {
+        Unit::Tensor(made) => {
+            let place = shard.place(&made.1);
+            made_matrix(&config, options.seed, made).write(place, shard)
         }
-        shard.finish()?;
-        manifest.files.push(record(dir, &name)?);
-    }
+        Unit::Expert { layer, expert, parts } => {
+            let made = |made| made_matrix(&config, options.seed, made).canonical();
+            let [gate, up, down] = parts.each_ref().map(made);
+            let targets = parts.each_ref().map(target_of);
+            shard.write_expert((*layer, *expert), targets, &[gate?, up?, down?])
+        }
+    };
+    let layout = options.layout;
+    write_shards(dir, layout, &shards, 0, &mut manifest, target_of, &mut write, progress)?;
     manifest.complete = true;
     manifest.store(dir)?;
     Ok(manifest)
@@ -270,32 +278,60 @@ impl Noise {
 /// Rows generated at once; a multiple of the fp8 block.
 const ROWS: usize = 128;
 
-fn write_matrix(
-    target: &Target,
-    seed: u64,
+/// A matrix to be made: the same numbers whatever is made before it.
+struct Matrix<'a> {
+    target: &'a Target,
     gain: f32,
-    place: Place,
-    shard: &ShardFile,
-) -> Result<(), LabError> {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(&seed.to_le_bytes()).update(target.name.as_bytes());
-    let hash = hasher.finalize();
-    let mut state = [0; 8];
-    state.copy_from_slice(&hash.as_bytes()[..8]);
-    let mut noise = Noise(u64::from_le_bytes(state) | 1);
-    let row_bytes = target.format.row_bytes(target.cols).unwrap_or(0) as u64;
-    let mut scales_at = place.scales;
-    for start in (0..target.rows).step_by(ROWS) {
-        let rows = ROWS.min(target.rows - start);
-        let (mut weights, mut scales) = (Vec::new(), Vec::new());
-        generate(target, rows, gain, &mut noise, &mut weights, &mut scales)?;
-        shard.write(place.weights + start as u64 * row_bytes, &weights)?;
-        shard.write(scales_at, &scales)?;
-        scales_at += scales.len() as u64;
+    noise: Noise,
+}
+
+impl Matrix<'_> {
+    fn new(target: &Target, seed: u64, gain: f32) -> Matrix<'_> {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&seed.to_le_bytes()).update(target.name.as_bytes());
+        let hash = hasher.finalize();
+        let mut state = [0; 8];
+        state.copy_from_slice(&hash.as_bytes()[..8]);
+        Matrix { target, gain, noise: Noise(u64::from_le_bytes(state) | 1) }
     }
-    let mut tail = Vec::new();
-    Encoder::new(target.format, target.cols).finish(&mut tail);
-    shard.write(scales_at, &tail)
+
+    /// Hands canonical bytes to `take`, block by block: weights and their scales.
+    fn each_piece(
+        mut self,
+        mut take: impl FnMut(&[u8], &[u8]) -> Result<(), LabError>,
+    ) -> Result<(), LabError> {
+        let target = self.target;
+        for start in (0..target.rows).step_by(ROWS) {
+            let rows = ROWS.min(target.rows - start);
+            let (mut weights, mut scales) = (Vec::new(), Vec::new());
+            generate(target, rows, self.gain, &mut self.noise, &mut weights, &mut scales)?;
+            take(&weights, &scales)?;
+        }
+        let mut tail = Vec::new();
+        Encoder::new(target.format, target.cols).finish(&mut tail);
+        take(&[], &tail)
+    }
+
+    fn canonical(self) -> Result<Canonical, LabError> {
+        let mut bytes = Canonical::default();
+        self.each_piece(|weights, scales| {
+            bytes.0.extend_from_slice(weights);
+            bytes.1.extend_from_slice(scales);
+            Ok(())
+        })?;
+        Ok(bytes)
+    }
+
+    fn write(self, place: Place, shard: &ShardWriter) -> Result<(), LabError> {
+        let (mut weights_at, mut scales_at) = (place.weights, place.scales);
+        self.each_piece(|weights, scales| {
+            shard.write(weights_at, weights)?;
+            shard.write(scales_at, scales)?;
+            weights_at += weights.len() as u64;
+            scales_at += scales.len() as u64;
+            Ok(())
+        })
+    }
 }
 
 /// Replaces the lowest code, which has no counterpart of the other sign, by that of zero: weights

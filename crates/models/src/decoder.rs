@@ -1,16 +1,15 @@
 //! What every family shares: embedding, a stack of layers, final norm, head, rotary table.
 
 use container::{Config, Role};
-use experts::ExpertBackend;
 use formats::{Input, QTensor};
 use numerics::rope::RopeTable;
 use numerics::{Buf, Compute};
 
 use crate::block::{check_finite, embed, linear, rms_rows};
 use crate::error::ModelError;
-use crate::family::{Family, Row, Step};
+use crate::family::{Family, NextRouter, Row, Step, StepContext};
 use crate::kv::{KvShape, KvStore};
-use crate::profile::Profile;
+use crate::moe::Moe;
 use crate::weights::{DenseLoad, DenseMemory};
 
 /// One layer of a family.
@@ -26,8 +25,10 @@ pub(crate) trait DecoderLayer: Send + Sync {
         x: &mut [f32],
         carry: &mut Self::Carry,
         kv: &mut dyn KvStore,
-        experts: &dyn ExpertBackend,
     ) -> Result<(), ModelError>;
+
+    /// The norm before the router, and the router; `None` for a dense layer.
+    fn router(&self) -> Option<(&[f32], &Moe)>;
 }
 
 /// A stack of layers between embedding and head.
@@ -79,19 +80,22 @@ impl<L: DecoderLayer> Family for Decoder<L> {
 
     fn forward(
         &self,
-        compute: &Compute,
-        profile: &Profile,
+        context: StepContext<'_>,
         rows: &[Row],
         kv: &mut dyn KvStore,
-        experts: &dyn ExpertBackend,
         observe: &mut dyn FnMut(usize, usize) -> bool,
     ) -> Result<Buf<f32>, ModelError> {
+        let StepContext { compute, profile, experts, routes } = context;
         let hidden = self.config.hidden_size;
         let mut x = embed(compute, &self.embedding, rows)?;
         let mut carry = L::Carry::default();
         for (at, layer) in self.layers.iter().enumerate() {
-            let step = Step { compute, layer: at, rope: &self.rope, rows, profile };
-            layer.forward(&step, &self.config, &mut x, &mut carry, kv, experts)?;
+            let router = self.layers.get(at + 1).and_then(DecoderLayer::router);
+            let eps = self.config.rms_norm_eps;
+            let next = router.map(|(norm, moe)| NextRouter { layer: at + 1, norm, eps, moe });
+            let rope = &self.rope;
+            let step = Step { compute, layer: at, rope, rows, profile, experts, routes, next };
+            layer.forward(&step, &self.config, &mut x, &mut carry, kv)?;
             check_finite(compute, "hidden state", &x, hidden).map_err(ModelError::at(at))?;
             if !observe(at + 1, self.layers.len()) {
                 return Err(ModelError::Cancelled { layer: at });

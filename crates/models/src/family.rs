@@ -1,13 +1,14 @@
 //! The seam between a step and a family.
 
 use container::{Config, Family as FamilyId, Model};
-use experts::{ExpertBackend, Ledger, Reader};
+use experts::{ExpertBackend, Ledger, Reader, Route};
 use numerics::rope::RopeTable;
 use numerics::{Buf, Compute};
 
 use crate::error::ModelError;
 use crate::glm;
 use crate::kv::{KvShape, KvStore};
+use crate::moe::Moe;
 use crate::olmoe;
 use crate::profile::Profile;
 use crate::weights::{DenseLoad, Int8Classes};
@@ -31,6 +32,39 @@ pub(crate) struct Step<'a> {
     pub rope: &'a RopeTable,
     pub rows: &'a [Row],
     pub profile: &'a Profile,
+    pub experts: &'a dyn ExpertBackend,
+    pub routes: Option<&'a dyn RouteObserver>,
+    /// The next layer, if it is sparse.
+    pub next: Option<NextRouter<'a>>,
+}
+
+/// The router of the next layer, to guess which experts it will choose.
+#[derive(Clone, Copy)]
+pub(crate) struct NextRouter<'a> {
+    pub layer: usize,
+    /// The norm before it.
+    pub norm: &'a [f32],
+    pub eps: f32,
+    pub moe: &'a Moe,
+}
+
+/// What a step works with.
+#[derive(Clone, Copy)]
+pub struct StepContext<'a> {
+    /// Level, threads and working memory.
+    pub compute: &'a Compute,
+    /// The clock that is told what is done.
+    pub profile: &'a Profile,
+    /// Who computes routed experts.
+    pub experts: &'a dyn ExpertBackend,
+    /// Who is told what the routers chose.
+    pub routes: Option<&'a dyn RouteObserver>,
+}
+
+/// Is told what the routers chose; never changes what is computed.
+pub trait RouteObserver: Send + Sync {
+    /// The choices of a layer, `top_k` per row of the step, best first.
+    fn routed(&self, layer: usize, routes: &[Route], top_k: usize);
 }
 
 /// A loaded model: dense weights and the mathematics over them.
@@ -48,11 +82,9 @@ pub trait Family: Send + Sync {
     /// layers done and in all, and returns whether to go on.
     fn forward(
         &self,
-        compute: &Compute,
-        profile: &Profile,
+        context: StepContext<'_>,
         rows: &[Row],
         kv: &mut dyn KvStore,
-        experts: &dyn ExpertBackend,
         observe: &mut dyn FnMut(usize, usize) -> bool,
     ) -> Result<Buf<f32>, ModelError>;
 

@@ -4,7 +4,6 @@
 //! when it is stored; nothing computes with it yet, so it is not kept.
 
 use container::{Attention, Config, IndexerKind, LayerKind, Presence, Role};
-use experts::ExpertBackend;
 use formats::Input;
 use numerics::Isa;
 
@@ -110,7 +109,6 @@ impl DecoderLayer for Layer {
         x: &mut [f32],
         selections: &mut Selections,
         kv: &mut dyn KvStore,
-        experts: &dyn ExpertBackend,
     ) -> Result<(), ModelError> {
         let Step { compute, layer, rows, profile, .. } = *step;
         profile.enter(Activity::Attention);
@@ -141,10 +139,17 @@ impl DecoderLayer for Layer {
         let input = Input::new("feed-forward input", normed, hidden);
         let out = match &self.feed_forward {
             FeedForward::Dense(ffn) => mlp::forward(compute, ffn, &input).map_err(&numeric)?,
-            FeedForward::Sparse(moe) => moe.forward(step, &input, experts)?,
+            FeedForward::Sparse(moe) => moe.forward(step, &input, x)?,
         };
         add_rows(compute, x, &out, hidden);
         Ok(())
+    }
+
+    fn router(&self) -> Option<(&[f32], &Moe)> {
+        match &self.feed_forward {
+            FeedForward::Dense(_) => None,
+            FeedForward::Sparse(moe) => Some((&self.post_norm, moe)),
+        }
     }
 }
 

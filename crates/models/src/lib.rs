@@ -23,7 +23,7 @@ mod weights;
 pub use attend::attention_scratch;
 pub use dsa::WAVE_SCORES;
 pub use error::ModelError;
-pub use family::{Family, Row, open_family};
+pub use family::{Family, RouteObserver, Row, StepContext, open_family};
 pub use kv::{KvKind, KvShape, KvStore, PAGE};
 pub use profile::{Activity, Profile, Running, Spent, Stage};
 pub use weights::{DenseLoad, Int8Classes, planned_dense_bytes};

@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use container::{Config, MoeConfig, Role, Scoring};
-use experts::{ExpertBackend, FEW_EXPERTS, Route, RoutedBatch};
+use experts::{FEW_EXPERTS, Route, RoutedBatch};
 use formats::{Input, QTensor};
 use numerics::team::rows_mut;
-use numerics::{Buf, Compute, combine, function, lanes, topk};
+use numerics::{Buf, Compute, NumericError, combine, function, lanes, topk};
 use smallvec::SmallVec;
 
-use crate::block::{add_rows, check_finite, linear};
+use crate::block::{add_rows, check_finite, linear, rms_rows};
 use crate::error::ModelError;
 use crate::family::Step;
 use crate::mlp;
@@ -21,6 +21,11 @@ const SIGMOID_SUM_EPS: f32 = 1e-20;
 
 /// Rows that one task of the thread team routes, at least.
 const ROUTE_GRAIN: usize = 8;
+
+/// Rows for which the next layer's experts are guessed: with more, nearly all are needed anyway.
+const GUESS_ROWS_MAX: usize = 8;
+
+type Routes = SmallVec<[Route; FEW_EXPERTS]>;
 
 /// Router and shared experts of one layer.
 pub struct Moe {
@@ -52,21 +57,12 @@ impl Moe {
         Ok(Moe { config: config.moe.clone(), router, bias, shared })
     }
 
-    /// The layer's output for every row, `[rows, hidden]`.
-    pub fn forward(
-        &self,
-        step: &Step<'_>,
-        x: &Input<'_>,
-        experts: &dyn ExpertBackend,
-    ) -> Result<Buf<f32>, ModelError> {
-        let Step { compute, layer, profile, .. } = *step;
-        profile.enter(Activity::Router);
-        let numeric = ModelError::at(layer);
+    /// What the router chooses for every row, `top_k` each, best first.
+    fn routes(&self, compute: &Compute, x: &Input<'_>) -> Result<Routes, NumericError> {
         let (count, top_k) = (self.config.experts, self.config.top_k);
-        let mut logits = linear(compute, &self.router, x).map_err(&numeric)?;
-        check_finite(compute, "router logits", &logits, count).map_err(&numeric)?;
-        let mut routes: SmallVec<[Route; FEW_EXPERTS]> =
-            SmallVec::from_elem(Route::default(), x.rows() * top_k);
+        let mut logits = linear(compute, &self.router, x)?;
+        check_finite(compute, "router logits", &logits, count)?;
+        let mut routes = Routes::from_elem(Route::default(), x.rows() * top_k);
         let parts = (rows_mut(&mut logits, count), rows_mut(&mut routes, top_k));
         compute.team.rows(x.rows(), ROUTE_GRAIN, parts, |_, (logits, routes)| {
             for (logits, routes) in
@@ -75,6 +71,24 @@ impl Moe {
                 self.route(compute, logits, routes);
             }
         });
+        Ok(routes)
+    }
+
+    /// The layer's output for every row, `[rows, hidden]`. `x` is the normed residual stream.
+    pub fn forward(
+        &self,
+        step: &Step<'_>,
+        x: &Input<'_>,
+        residual: &[f32],
+    ) -> Result<Buf<f32>, ModelError> {
+        let Step { compute, layer, profile, experts, .. } = *step;
+        profile.enter(Activity::Router);
+        let numeric = ModelError::at(layer);
+        let (count, top_k) = (self.config.experts, self.config.top_k);
+        let routes = self.routes(compute, x).map_err(&numeric)?;
+        if let Some(observer) = step.routes {
+            observer.routed(layer, &routes, top_k);
+        }
         let batch = RoutedBatch::new(&compute.scratch, x, &routes, top_k, count);
         let mut sum = compute.scratch.filled_later(x.rows() * x.cols());
         let parts = rows_mut(&mut sum, x.cols());
@@ -82,7 +96,14 @@ impl Moe {
         profile.enter(Activity::ExpertsLocal);
         let wait_s = || if profile.is_running() { experts.stats().wait_s } else { 0.0 };
         let waited_s = wait_s();
-        experts.compute(compute, layer, &batch, &mut sum)?;
+        let mut shared = Ok(None);
+        let mut meanwhile = || {
+            guess_next(step, residual);
+            if let Some(ffn) = &self.shared {
+                shared = mlp::forward(compute, ffn, x).map(Some);
+            }
+        };
+        experts.compute(compute, layer, &batch, &mut sum, &mut meanwhile)?;
         let waited = Duration::from_secs_f64((wait_s() - waited_s).max(0.0));
         profile.shift(Activity::ExpertsLocal, Activity::DiskWait, waited);
         let mut out = compute.scratch.filled_later(sum.len());
@@ -90,8 +111,7 @@ impl Moe {
         compute.team.rows(x.rows(), ROUTE_GRAIN, parts, |rows, out| {
             combine::finish(compute.isa, &sum[rows.start * x.cols()..rows.end * x.cols()], out);
         });
-        if let Some(shared) = &self.shared {
-            let shared = mlp::forward(compute, shared, x).map_err(&numeric)?;
+        if let Some(shared) = shared.map_err(&numeric)? {
             add_rows(compute, &mut out, &shared, x.cols());
         }
         profile.enter(Activity::Other);
@@ -142,6 +162,28 @@ impl Moe {
             *route = Route { expert: *expert, weight: *weight };
         }
     }
+}
+
+/// Tells the backend which experts the next layer would choose if this one changed nothing.
+fn guess_next(step: &Step<'_>, residual: &[f32]) {
+    let Step { compute, experts, .. } = *step;
+    let Some(next) = step.next.filter(|_| experts.wants_guesses()) else { return };
+    if step.rows.len() > GUESS_ROWS_MAX {
+        return;
+    }
+    let normed = rms_rows(compute, residual, next.norm, next.eps);
+    let input = Input::new("guessed input", normed, next.norm.len());
+    // What cannot be guessed is found out when it is computed.
+    let Ok(routes) = next.moe.routes(compute, &input) else { return };
+    let mut guesses: SmallVec<[u32; FEW_EXPERTS]> = SmallVec::new();
+    for rank in 0..next.moe.config.top_k {
+        for row in routes.chunks_exact(next.moe.config.top_k) {
+            if !guesses.contains(&row[rank].expert) {
+                guesses.push(row[rank].expert);
+            }
+        }
+    }
+    experts.guess(next.layer, &guesses);
 }
 
 /// The best experts of the best `keep` of `groups` groups; a group counts by the sum of its two

@@ -3,7 +3,6 @@
 //! Source: `olmoe` of transformers.
 
 use container::{Attention, Config, Role};
-use experts::ExpertBackend;
 use formats::Input;
 
 use crate::block::{add_rows, rms_rows};
@@ -55,7 +54,6 @@ impl DecoderLayer for Layer {
         x: &mut [f32],
         _carry: &mut (),
         kv: &mut dyn KvStore,
-        experts: &dyn ExpertBackend,
     ) -> Result<(), ModelError> {
         let Step { compute, layer, profile, .. } = *step;
         profile.enter(Activity::Attention);
@@ -67,8 +65,12 @@ impl DecoderLayer for Layer {
         profile.enter(Activity::Other);
         let normed = rms_rows(compute, x, &self.post_norm, eps);
         let input = Input::new("feed-forward input", normed, hidden);
-        let out = self.moe.forward(step, &input, experts)?;
+        let out = self.moe.forward(step, &input, x)?;
         add_rows(compute, x, &out, hidden);
         Ok(())
+    }
+
+    fn router(&self) -> Option<(&[f32], &Moe)> {
+        Some((&self.post_norm, &self.moe))
     }
 }

@@ -6,13 +6,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use container::{Attention, Config, ContainerError, Model, TensorClass};
 use experts::load::ExpertTable;
 use experts::local::StartError;
+use experts::reader::open_files;
 use experts::{
-    ByteClass, ExpertBackend, ExpertStats, FileSet, Ledger, LedgerError, LocalExperts,
-    LocalOptions, ReadError, Reader, Reservation,
+    ByteClass, ExpertBackend, ExpertStats, ExpertStore, FileSet, IoMode, Ledger, LedgerError,
+    LocalExperts, LocalOptions, Mirror, MirrorError, Notice, ReadError, Reader, Reservation,
 };
 use models::{
-    Activity, Family, Int8Classes, KvShape, ModelError, PAGE, Profile, Row, open_family,
-    planned_dense_bytes,
+    Activity, Family, Int8Classes, KvShape, ModelError, PAGE, Profile, RouteObserver, Row,
+    StepContext, open_family, planned_dense_bytes,
 };
 use numerics::rope::RopeTable;
 use numerics::{Activations, Buf, Compute, Isa, Team};
@@ -38,7 +39,7 @@ const CONTEXT_FLOOR: usize = 512;
 const CEILING_UNKNOWN: u64 = 4_000_000_000;
 
 /// How an engine is opened.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct EngineOptions {
     /// Directories of the model, primary first.
     pub dirs: Vec<PathBuf>,
@@ -62,6 +63,21 @@ pub struct EngineOptions {
     pub cache_experts: Option<usize>,
     /// Bytes under the ceiling that the caller holds itself.
     pub held_bytes: u64,
+    /// How experts are read; `None` chooses: through the page cache when all fit in memory, past it
+    /// otherwise.
+    pub io: Option<IoMode>,
+    /// Directories with copies of experts on other drives, each with its share of reads beside 1.
+    pub mirrors: Vec<(PathBuf, f64)>,
+    /// Whether experts that the next layer is likely to choose are read ahead.
+    pub read_ahead: bool,
+    /// Read ahead however busy the drive is, for tests.
+    pub always_idle: bool,
+    /// Whether all experts are read in the background when all fit in memory.
+    pub fill: bool,
+    /// Is told what the routers choose.
+    pub routes: Option<Arc<dyn RouteObserver>>,
+    /// Is told what is no error but worth knowing.
+    pub notice: Notice,
 }
 
 impl EngineOptions {
@@ -79,6 +95,13 @@ impl EngineOptions {
             prefill_chunk: PREFILL_CHUNK,
             cache_experts: None,
             held_bytes: 0,
+            io: None,
+            mirrors: Vec::new(),
+            read_ahead: true,
+            always_idle: false,
+            fill: false,
+            routes: None,
+            notice: Arc::new(|_| {}),
         }
     }
 }
@@ -98,6 +121,9 @@ pub enum OpenError {
     /// Its experts.
     #[error(transparent)]
     Experts(#[from] StartError),
+    /// A mirror of them.
+    #[error(transparent)]
+    Mirror(#[from] MirrorError),
     /// A reservation.
     #[error(transparent)]
     Memory(#[from] LedgerError),
@@ -131,14 +157,15 @@ pub enum OpenError {
 pub struct Engine {
     model: Model,
     family: Box<dyn Family>,
-    experts: Arc<dyn ExpertBackend>,
+    experts: Arc<LocalExperts>,
+    io: IoMode,
+    routes: Option<Arc<dyn RouteObserver>>,
     compute: Compute,
     ledger: Arc<Ledger>,
     sessions: Arc<Ledger>,
     context: usize,
     prefill_chunk: usize,
     step_rows: usize,
-    cache_bytes: u64,
     turn: Mutex<()>,
     profile: Profile,
     _memory: Vec<Reservation>,
@@ -189,8 +216,7 @@ impl Engine {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Engine, OpenError> {
         let model = Model::open(&options.dirs)?;
-        let files = FileSet::open(&model.shards)?;
-        let reader = Reader::new(Arc::new(files));
+        let reader = Reader::new(Arc::new(FileSet::open(&model.shards)?));
         let threads = options.threads.unwrap_or_else(|| Machine::default().compute_threads());
         let compute = Compute::new(options.isa, Arc::new(Team::new(threads)?), options.activations);
         let int8_experts = options.int8_classes.contains(TensorClass::Experts);
@@ -211,12 +237,31 @@ impl Engine {
         let waiting = in_use / SCRATCH_KEPT_SHARE;
         compute.scratch.keep(waiting as usize);
         let scratch = in_use + waiting;
+        let dense = planned_dense_bytes(&model, options.int8_classes)?;
+        let (largest, total) = (table.slot_bytes_max(), table.total_bytes());
+        // A guess at what will be left: the drive is read past the page cache when it is needed
+        // again and again, and through it when everything is read once.
+        let fits = dense.saturating_add(total).saturating_add(scratch) <= limit / 10 * 9;
+        let asked = options.io.unwrap_or(if fits { IoMode::Buffered } else { IoMode::Direct });
+        let opened = open_files(FileSet::open(&model.shards)?, asked);
+        if let Some(why) = opened.fallback.filter(|_| options.io.is_some()) {
+            (options.notice)(&why);
+        }
+        let is_mapped = asked == IoMode::Mmap;
+        let io = if is_mapped { IoMode::Mmap } else { opened.mode };
+        let mirrors = options.mirrors.iter().map(|(dir, weight)| {
+            Mirror::open(dir.clone(), *weight, &model, &table, opened.mode, &options.notice)
+        });
+        let mirrors = mirrors.collect::<Result<Vec<_>, _>>()?;
+        let store = ExpertStore::new(table, Reader::new(opened.files))
+            .with_mirrors(mirrors, options.notice.clone());
+        let in_flight = LocalExperts::in_flight_bytes(&store, options.read_ahead);
         let plan = Plan {
             process: machine.rss_bytes().unwrap_or(0),
-            dense: planned_dense_bytes(&model, options.int8_classes)?,
+            dense,
             scratch: scratch + options.held_bytes,
-            in_flight: LocalExperts::in_flight_bytes(&table),
-            expert: table.slot_bytes_max(),
+            in_flight: if is_mapped { 0 } else { in_flight },
+            expert: if is_mapped { 0 } else { largest },
         };
         let context = plan_context(options, config, &kv_shape, &plan, limit)?;
         let kv = kv_bytes(&kv_shape, context).saturating_mul(options.sessions.max(1) as u64);
@@ -230,13 +275,24 @@ impl Engine {
         ];
         let family =
             open_family(&model, &reader, &ledger, context, options.int8_classes, progress)?;
-        let local = LocalOptions { cache_bytes: None, per_layer_max: options.cache_experts };
-        let experts = LocalExperts::new(table, reader, &ledger, local)?;
+        let local = LocalOptions {
+            cache_bytes: None,
+            per_layer_max: options.cache_experts,
+            read_ahead: options.read_ahead,
+            always_idle: options.always_idle,
+            fill: options.fill,
+        };
+        let experts = if is_mapped {
+            LocalExperts::mapped(store, &FileSet::open(&model.shards)?, &ledger)?
+        } else {
+            LocalExperts::new(store, &ledger, local)?
+        };
         Ok(Engine {
-            cache_bytes: experts.cache().capacity_bytes(),
             model,
             family,
             experts: Arc::new(experts),
+            io,
+            routes: options.routes.clone(),
             compute,
             ledger,
             sessions: Ledger::new(kv),
@@ -286,7 +342,22 @@ impl Engine {
 
     /// Most bytes of routed experts kept in memory.
     pub fn cache_bytes(&self) -> u64 {
-        self.cache_bytes
+        self.experts.capacity_bytes()
+    }
+
+    /// The experts of this machine.
+    pub fn experts(&self) -> &LocalExperts {
+        &self.experts
+    }
+
+    /// Whether experts are read before they are asked for.
+    pub fn reads_ahead(&self) -> bool {
+        self.experts.wants_guesses()
+    }
+
+    /// How experts are read.
+    pub fn io(&self) -> IoMode {
+        self.io
     }
 
     /// Bytes of dense weights in memory.
@@ -343,8 +414,13 @@ impl Engine {
         let mut kv = BatchKv { sequences };
         let profile = &self.profile;
         profile.enter(Activity::Other);
-        let forward =
-            self.family.forward(&self.compute, profile, &rows, &mut kv, &*self.experts, observe);
+        let context = StepContext {
+            compute: &self.compute,
+            profile,
+            experts: &*self.experts,
+            routes: self.routes.as_deref(),
+        };
+        let forward = self.family.forward(context, &rows, &mut kv, observe);
         profile.enter(Activity::Other);
         let hidden = forward?;
         let width = self.config().hidden_size;

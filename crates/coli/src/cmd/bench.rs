@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::args::{
     BenchArgs, BenchCommand, BenchDecodeArgs, BenchIoArgs, BenchKernelsArgs, BenchPrefillArgs,
-    BenchUxArgs,
+    BenchStreamArgs, BenchUxArgs,
 };
 use crate::failure::Failure;
 use crate::{Outcome, model, output};
@@ -29,6 +29,7 @@ pub fn run(args: &BenchArgs) -> Outcome {
         BenchCommand::Prefill(args) => prefill(args),
         BenchCommand::Kernels(args) => kernels(args),
         BenchCommand::Io(args) => io(args),
+        BenchCommand::Stream(args) => stream(args),
         BenchCommand::Ux(args) => ux(args),
     }
 }
@@ -224,7 +225,7 @@ fn levels(names: &[String]) -> Result<Vec<Isa>, Failure> {
 
 fn io(args: &BenchIoArgs) -> Outcome {
     let model = container::Model::open(&model::dirs(&args.model)?)?;
-    let figures = bench::io(&model, args.options.reps)?;
+    let figures = bench::io(&model, args.options.reps, &mut |text| note!("left out: {text}"))?;
     if args.options.json {
         let readers = figures.iter().map(|figures| {
             json!({
@@ -239,13 +240,65 @@ fn io(args: &BenchIoArgs) -> Outcome {
     }
     for figures in figures {
         say!(
-            "{}: experts {} GB/s | plain reads of the same files {} GB/s | {:.0} % of them",
+            "{:<9} experts {} GB/s | direct reads of the same files {} GB/s | {:.0} % of them",
             figures.reader,
             rates(&figures.gb_per_s),
             rates(&figures.device_gb_per_s),
             figures.device_ratio() * 100.0
         );
     }
+    Ok(())
+}
+
+fn stream(args: &BenchStreamArgs) -> Outcome {
+    let positions = args.tokens.saturating_add(bench::DECODE_PROMPT);
+    let engine = model::open_for_bench(&args.engine, 0, 1, positions)?;
+    let figures = bench::stream(&engine, args.tokens, args.options.reps)?;
+    if args.options.json {
+        output::print_json(&json!({
+            "tok_per_s": figures.tok_per_s.median,
+            "tok_per_s_min": figures.tok_per_s.spread.0,
+            "tok_per_s_max": figures.tok_per_s.spread.1,
+            "bytes_per_token": figures.bytes_per_token,
+            "hit_rate": figures.hit_rate,
+            "guessed_rate": figures.guessed_rate,
+            "read_ms": figures.read_ms(),
+            "demand_ms": figures.demand_ms,
+            "idle_ms": figures.idle_ms,
+            "wait_ms": figures.wait_ms,
+            "device_gb_per_s": figures.device_gb_per_s.median,
+            "device_ratio": figures.device_ratio.median,
+            "limit_tok_per_s": figures.limit_tok_per_s(),
+            "time_ratio": figures.time_ratio.median,
+            "fingerprint": figures.fingerprint,
+        }));
+        return Ok(());
+    }
+    say!(
+        "decode {} tok/s | {} read per token, {:.0} % of experts in memory, {:.0} % guessed",
+        rates(&figures.tok_per_s),
+        output::bytes(figures.bytes_per_token as u64),
+        figures.hit_rate * 100.0,
+        figures.guessed_rate * 100.0
+    );
+    say!(
+        "drive {} GB/s by direct reads | {:.0} % of it ({:.0} to {:.0}) while a read was known",
+        rates(&figures.device_gb_per_s),
+        figures.device_ratio.median * 100.0,
+        figures.device_ratio.spread.0 * 100.0,
+        figures.device_ratio.spread.1 * 100.0
+    );
+    say!(
+        "a token must take {:.0} ms for its bytes and {:.0} ms in which no read was known: limit \
+         {:.2} tok/s, token time {:.2} x ({:.2} to {:.2}) | waited {:.0} ms",
+        figures.read_ms(),
+        figures.idle_ms,
+        figures.limit_tok_per_s(),
+        figures.time_ratio.median,
+        figures.time_ratio.spread.0,
+        figures.time_ratio.spread.1,
+        figures.wait_ms
+    );
     Ok(())
 }
 

@@ -7,7 +7,6 @@ use runtime::machine::Machine;
 use serde_json::json;
 
 use crate::args::ConvertArgs;
-use crate::failure::Failure;
 use crate::progress::Progress;
 use crate::{Outcome, output};
 
@@ -33,14 +32,15 @@ pub fn run(args: &ConvertArgs) -> Outcome {
     if let Some(format) = args.dense {
         choice.set_dense(format);
     }
-    if choice.parameters().is_empty() {
-        return Err(Failure::usage(
-            "nothing to convert: give --experts FORMAT, --dense FORMAT or another class",
-        ));
-    }
     let threads = args.threads.unwrap_or_else(|| Machine::default().compute_threads());
-    let conversion =
-        Conversion::plan(&args.source, &args.destination, &choice, args.shard_gb, threads)?;
+    let conversion = Conversion::plan(
+        &args.source,
+        &args.destination,
+        &choice,
+        args.layout,
+        args.shard_gb,
+        threads,
+    )?;
     note_part!("{}", describe(conversion.the_plan()));
     let plan = plan_json(conversion.the_plan());
     if conversion.is_complete() {

@@ -29,6 +29,7 @@ pub fn run(args: &SynthArgs) -> Outcome {
         dense: args.dense_format,
         seed: args.seed,
         shard_bytes: args.shard_gb,
+        layout: args.layout,
     };
     let mut progress = Progress::bytes("writing");
     let manifest =

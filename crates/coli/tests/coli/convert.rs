@@ -153,6 +153,8 @@ fn requests_that_cannot_be_honoured_are_refused_before_anything_is_written() {
         (["--mtp", "int4-row"], "eh_proj"),
         (["--kv-b", "e8-iq3"], "rotated"),
         (["--embedding", "e8"], "rotated"),
+        (["--layout", "r16k4-rans"], "int4"),
+        (["--layout", "r32"], "r16k4"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let to = dir.path().join("out");
@@ -163,7 +165,6 @@ fn requests_that_cannot_be_honoured_are_refused_before_anything_is_written() {
     }
     let dir = tempfile::tempdir().unwrap();
     let to = dir.path().join("out");
-    run(&["convert", arg(&source), arg(&to)]).expect(2);
     let args = ["convert", arg(&source), arg(&to), "--experts", "int8", "--dry-run"];
     run(&args).expect(0);
     assert!(!to.exists());

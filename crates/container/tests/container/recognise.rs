@@ -1,7 +1,7 @@
 //! Recognising formats: the order of the rule, the ambiguous sizes, stamps against bytes.
 
 use container::recognise::{Disagreement, Stored, recognise};
-use container::{Dtype, Shards};
+use container::{Dtype, Layout, Shards};
 use formats::{Format, Fp8Scale};
 use tempfile::TempDir;
 
@@ -18,9 +18,17 @@ fn scales(dtype: Dtype, count: usize) -> Option<Stored> {
     Some(Stored { dtype, len: (count * dtype.size().unwrap()) as u64 })
 }
 
+/// The format of a matrix that must be in its canonical layout.
+fn canonical(found: Result<(Format, Layout), Disagreement>) -> Result<Format, Disagreement> {
+    found.map(|(format, layout)| {
+        assert_eq!(layout, Layout::Canonical);
+        format
+    })
+}
+
 /// Unstamped, F32 scales.
 fn guess(rows: usize, cols: usize, bytes: usize, count: usize) -> Result<Format, Disagreement> {
-    recognise(rows, cols, weights(bytes), scales(Dtype::F32, count), None)
+    canonical(recognise(rows, cols, weights(bytes), scales(Dtype::F32, count), None))
 }
 
 /// A stamp as it is read from a file.
@@ -35,7 +43,7 @@ fn stamped(
     let stamp = format!("{{\"x\":\"{text}\"}}");
     write(dir.path(), "a.safetensors", &[zeros("x", "U8", &[1])], &[("colibri.fmt", &stamp)]);
     let shards = Shards::open(&[dir.path().to_owned()]).unwrap();
-    recognise(rows, cols, w, s, shards.stamp("x"))
+    canonical(recognise(rows, cols, w, s, shards.stamp("x")))
 }
 
 const EVERY: [Format; 19] = [
@@ -81,7 +89,7 @@ fn every_format_is_found_by_its_bytes_and_by_its_stamp() {
     // 6144 inputs tell all groups apart; 2048 rows are no special number for any format.
     for format in EVERY {
         let (w, s) = stored_as(format, 2048, 6144);
-        assert_eq!(recognise(2048, 6144, w, s, None), Ok(format));
+        assert_eq!(canonical(recognise(2048, 6144, w, s, None)), Ok(format));
         assert_eq!(stamped(&format.to_string(), 2048, 6144, w, s), Ok(format));
         let (w, s) = stored_as(format, 33, 100);
         assert_eq!(stamped(&format.to_string(), 33, 100, w, s), Ok(format));
@@ -115,7 +123,8 @@ fn one_row_of_384_to_512_inputs() {
         assert_eq!(guess(1, cols, cols, 1), Ok(Format::Int8Row));
         let blocks = cols.div_ceil(128);
         assert_eq!(guess(1, cols, cols, blocks), Ok(FP8));
-        let ue8m0 = |dtype| recognise(1, cols, weights(cols), scales(dtype, blocks), None);
+        let ue8m0 =
+            |dtype| canonical(recognise(1, cols, weights(cols), scales(dtype, blocks), None));
         assert_eq!(ue8m0(Dtype::U8), Ok(FP8_UE8M0));
         assert_eq!(ue8m0(Dtype::F8E8m0), Ok(FP8_UE8M0));
         assert_eq!(
@@ -132,7 +141,7 @@ fn one_row_of_384_to_512_inputs() {
     assert_eq!(guess(1, 128, 128, 1), Ok(Format::Int8Row));
     assert_eq!(stamped("fp8-e4m3-b128", 1, 128, weights(128), scales(Dtype::F32, 1)), Ok(FP8));
     let e4m3 = Stored { dtype: Dtype::F8E4m3, len: 128 };
-    assert_eq!(recognise(1, 128, e4m3, scales(Dtype::F32, 1), None), Ok(FP8));
+    assert_eq!(canonical(recognise(1, 128, e4m3, scales(Dtype::F32, 1), None)), Ok(FP8));
     let e4m3 = Stored { dtype: Dtype::F8E4m3, len: 256 * 512 };
     let error = recognise(256, 512, e4m3, scales(Dtype::F32, 256), None).unwrap_err();
     assert!(error.expected.contains("fp8"), "{error:?}");
@@ -213,29 +222,50 @@ fn dtypes_that_do_not_belong() {
         assert!(recognise(8, 8, w, None, None).is_err());
     }
     let bf16 = Stored { dtype: Dtype::Bf16, len: 128 };
-    assert_eq!(recognise(8, 8, bf16, None, None), Ok(Format::Bf16));
+    assert_eq!(canonical(recognise(8, 8, bf16, None, None)), Ok(Format::Bf16));
     assert!(recognise(8, 8, bf16, scales(Dtype::F32, 8), None).is_err());
     assert!(recognise(8, 9, bf16, None, None).is_err());
     assert!(stamped("f16", 8, 8, bf16, None).is_err());
     // Byte scales are never those of an integer format.
     assert!(recognise(8, 64, weights(512), scales(Dtype::U8, 8), None).is_err());
-    assert_eq!(recognise(8, 64, weights(256), scales(Dtype::U8, 16), None), Ok(Format::Mxfp4));
+    let mxfp4 = recognise(8, 64, weights(256), scales(Dtype::U8, 16), None);
+    assert_eq!(canonical(mxfp4), Ok(Format::Mxfp4));
     let signed = Stored { dtype: Dtype::I8, len: 64 };
-    assert_eq!(recognise(8, 8, signed, scales(Dtype::F32, 8), None), Ok(Format::Int8Row));
+    let int8 = recognise(8, 8, signed, scales(Dtype::F32, 8), None);
+    assert_eq!(canonical(int8), Ok(Format::Int8Row));
 }
 
 #[test]
 fn stamps_of_newer_versions() {
-    for (text, word) in [
-        ("int4-g64+r16k4", "layout"),
-        ("int4-g64+zz", "layout"),
-        ("int5-row", "int5-row"),
-        ("", "format"),
-    ] {
+    for (text, word) in [("int4-g64+zz", "layout"), ("int5-row", "int5-row"), ("", "format")] {
         let error = stamped(text, 8, 64, weights(256), scales(Dtype::F32, 8)).unwrap_err();
         assert!(error.expected.contains(word), "{error:?}");
         assert!(error.remedy.contains("newer version"), "{error:?}");
     }
+}
+
+#[test]
+fn tiles_need_their_exact_bytes_and_have_no_scales_of_their_own() {
+    let laid_out = |text: &str, bytes: usize, scales: Option<Stored>| {
+        let dir = TempDir::new().unwrap();
+        let stamp = format!("{{\"x\":\"{text}\"}}");
+        write(dir.path(), "a.safetensors", &[zeros("x", "U8", &[1])], &[("colibri.fmt", &stamp)]);
+        let shards = Shards::open(&[dir.path().to_owned()]).unwrap();
+        recognise(20, 64, weights(bytes), scales, shards.stamp("x"))
+    };
+    // Two tiles of 16 rows: 16 scales and 16 x 32 bytes of codes each.
+    let tiles = 2 * (64 + 16 * 32);
+    let int4 = Format::Int4Grouped(64);
+    assert_eq!(laid_out("int4-g64+r16k4", tiles, None), Ok((int4, Layout::R16k4)));
+    assert_eq!(laid_out("int4-g64+r16k4-rans", 700, None), Ok((int4, Layout::R16k4Rans)));
+    assert!(laid_out("int4-g64+r16k4-rans", tiles + 100_000, None).is_err());
+    for bytes in [tiles - 1, tiles + 1, 20 * 32] {
+        let error = laid_out("int4-g64+r16k4", bytes, None).unwrap_err();
+        assert!(error.expected.contains("int4-g64+r16k4"), "{error:?}");
+    }
+    assert!(laid_out("int4-g64+r16k4", tiles, super::recognise::scales(Dtype::F32, 20)).is_err());
+    // Formats that are multiplied row by row have no tiles.
+    assert!(laid_out("bf16+r16k4", 20 * 64 * 2, None).is_err());
 }
 
 #[test]

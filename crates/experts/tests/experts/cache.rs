@@ -1,10 +1,13 @@
 use std::collections::HashMap;
-use std::sync::atomic::Ordering;
+use std::io::ErrorKind;
 
-use experts::cache::{CacheOptions, ExpertCache, Lease};
-use experts::load::load_expert;
+use container::Model;
+use experts::cache::counters::{Phase, Tier};
+use experts::cache::{CacheOptions, ExpertCache, Key, Lease};
+use experts::load::{LoadMemory, load_expert};
+use experts::reader::{AtOnce, PageBuffer};
 
-use crate::support::{Answer, model, reader, table};
+use crate::support::{Answer, cache, layers, model, reader, small_model, table};
 
 struct Noise(u64);
 
@@ -22,65 +25,109 @@ fn bytes_of(lease: &Lease) -> Vec<u8> {
     [view.gate.data, view.up.data, view.down.data].concat()
 }
 
-/// Random requests against the true bytes: whatever is handed out stays what it is while it is
-/// held, the capacity is never exceeded, and nothing leaks.
-fn random_use(per_layer_max: Option<usize>, slots: u64, loaders: usize) {
-    let model = model();
-    let layers: Vec<usize> = {
-        let table = table(&model);
-        (0..table.layers()).filter(|layer| !table.layer(*layer).is_empty()).collect()
+/// What every expert's bytes are.
+fn truth(model: &Model) -> HashMap<Key, Vec<u8>> {
+    let (table, reader) = (table(model), reader(model, |_, _, _, _| Answer::Real));
+    let load = |key| {
+        let source = table.expert(key);
+        let mut slot = PageBuffer::zeroed(source.slot_bytes() as usize);
+        let (memory, name) = (&mut LoadMemory::default(), || "expert".to_owned());
+        load_expert(&reader, &name, source, memory, &mut slot, &mut AtOnce).unwrap();
+        let view = source.desc.view(&slot);
+        (key, [view.gate.data, view.up.data, view.down.data].concat())
     };
-    let truth: HashMap<(usize, u32), Vec<u8>> = {
-        let (table, reader) = (table(&model), reader(&model, |_, _, _, _| Answer::Real));
-        let mut truth = HashMap::new();
-        for &layer in &layers {
-            for (expert, source) in table.layer(layer).iter().enumerate() {
-                let mut slot = vec![0; source.desc.bytes()];
-                load_expert(&reader, "expert", source, &mut Vec::new(), &mut slot).unwrap();
-                let view = source.desc.view(&slot);
-                let bytes = [view.gate.data, view.up.data, view.down.data].concat();
-                truth.insert((layer, expert as u32), bytes);
-            }
-        }
-        truth
-    };
+    table.keys().map(load).collect()
+}
+
+/// What a run of random use may do besides asking for experts.
+#[derive(Clone, Copy)]
+struct Use {
+    operations: usize,
+    slots: u64,
+    guesses: bool,
+    failures: bool,
+    per_layer_max: Option<usize>,
+    loaders: usize,
+}
+
+/// Random use by three threads against the true bytes: whatever is handed out stays what it is
+/// while it is held, the capacity is never exceeded, every choice is counted once, and nothing
+/// leaks.
+fn random_use(used: Use) {
+    let model = small_model();
+    let truth = truth(&model);
     let table = table(&model);
+    let layers = layers(&model);
     let experts = table.layer(layers[0]).len() as u64;
-    let capacity_bytes = slots * table.slot_bytes_max();
-    let options = CacheOptions { capacity_bytes, per_layer_max, loaders };
-    let disk = reader(&model, |call, _, _, _| match call % 5 {
-        0 => Answer::Short(33),
+    let slot = table.slot_bytes_max();
+    let options = CacheOptions {
+        ahead_bytes: if used.guesses { 2 * slot } else { 0 },
+        per_layer_max: used.per_layer_max,
+        idle_share_min: 0.0,
+        ..CacheOptions::new(used.slots * slot, used.loaders)
+    };
+    let cache = cache(&model, options, move |call, _, _, _| match call % 64 {
+        7 if used.failures => Answer::Error(ErrorKind::Other),
+        11 => Answer::Error(ErrorKind::Interrupted),
+        23 => Answer::Error(ErrorKind::WouldBlock),
+        40..60 => Answer::Short(333),
         _ => Answer::Real,
     });
-    let cache = ExpertCache::new(table, disk, options).unwrap();
+    let selections = std::sync::atomic::AtomicU64::new(0);
     std::thread::scope(|scope| {
         for thread in 0..3u64 {
-            let (cache, layers, truth) = (&cache, &layers, &truth);
+            let (cache, layers, truth, selections) = (&cache, &layers, &truth, &selections);
             scope.spawn(move || {
                 let mut noise = Noise(thread * 7 + 1);
-                for _ in 0..400 {
+                let mut done = 0;
+                while done < used.operations / 3 {
                     let layer = layers[noise.below(layers.len() as u64) as usize];
-                    let mut wanted: Vec<u32> =
-                        (0..1 + noise.below(4)).map(|_| noise.below(experts) as u32).collect();
+                    let mut wanted: Vec<_> = (0..1 + noise.below(4))
+                        .map(|_| (noise.below(experts) as u32, 1 + noise.below(3) as usize))
+                        .collect();
                     wanted.sort_unstable();
-                    wanted.dedup();
-                    let (ready, mut pending) = cache.request(layer, &wanted);
-                    assert!(cache.bytes() <= capacity_bytes);
-                    let mut seen = 0;
-                    for (expert, lease) in ready {
-                        assert_eq!(bytes_of(&lease), truth[&(layer, expert)]);
-                        seen += 1;
+                    wanted.dedup_by_key(|(expert, _)| *expert);
+                    done += 1 + wanted.len();
+                    match noise.below(16) {
+                        0 => {
+                            let guessed: Vec<u32> = wanted.iter().map(|(e, _)| *e).collect();
+                            cache.guess(layer, &guessed);
+                            continue;
+                        }
+                        1 => {
+                            let key = (layer as u32, wanted[0].0);
+                            cache.pin(key, noise.below(2) == 0);
+                            continue;
+                        }
+                        _ => {}
                     }
+                    let rows = 1 + noise.below(2) as usize;
+                    let (ready, mut pending) = cache.request(layer, &wanted, rows);
+                    selections.fetch_add(wanted.len() as u64, std::sync::atomic::Ordering::Relaxed);
+                    assert!(cache.bytes() <= options.capacity_bytes);
+                    let right = |(expert, lease): &(u32, Lease)| {
+                        assert_eq!(bytes_of(lease), truth[&(layer as u32, *expert)]);
+                    };
+                    let mut seen = ready.len();
+                    ready.iter().for_each(right);
+                    drop(ready);
                     // Now and then a request is given up before its reads come.
                     if noise.below(8) == 0 {
                         continue;
                     }
-                    while let Some((expert, lease)) = pending.next() {
-                        let lease = lease.unwrap();
-                        assert_eq!(bytes_of(&lease), truth[&(layer, expert)]);
-                        assert!(cache.bytes() <= capacity_bytes);
-                        assert_eq!(bytes_of(&lease), truth[&(layer, expert)]);
-                        seen += 1;
+                    while let Some(arrived) = pending.next(1 + noise.below(3) as usize) {
+                        match arrived {
+                            Ok(leases) => {
+                                leases.iter().for_each(right);
+                                assert!(cache.bytes() <= options.capacity_bytes);
+                                leases.iter().for_each(right);
+                                seen += leases.len();
+                            }
+                            Err((expert, error)) => {
+                                assert!(used.failures, "{expert}: {error}");
+                                seen += 1;
+                            }
+                        }
                     }
                     assert_eq!(seen, wanted.len());
                 }
@@ -88,27 +135,188 @@ fn random_use(per_layer_max: Option<usize>, slots: u64, loaders: usize) {
         }
     });
     let counters = cache.counters();
-    assert!(counters.evictions.load(Ordering::Relaxed) > 100, "nothing was ever evicted");
-    // Every slot can still be had: a full layer's worth of requests, one after another.
-    for &layer in &layers {
-        for expert in 0..experts as u32 {
-            let (ready, mut pending) = cache.request(layer, &[expert]);
-            assert!(ready.len() == 1 || pending.next().unwrap().1.is_ok());
+    let mut counted = 0;
+    for phase in [Phase::Decode, Phase::Prefill] {
+        for tier in [Tier::Pinned, Tier::Cached, Tier::Guessed, Tier::Late, Tier::Missing] {
+            counted += counters.selections(phase, tier);
+        }
+    }
+    assert_eq!(counted, selections.into_inner());
+    assert!(counters.evictions.get() > 100, "nothing was ever evicted");
+    every_slot_can_be_had(&cache, &layers, experts as u32);
+}
+
+/// Asks for everything, one after another, until each has been had.
+fn every_slot_can_be_had(cache: &ExpertCache, layers: &[usize], experts: u32) {
+    for &layer in layers {
+        for expert in 0..experts {
+            loop {
+                let (ready, mut pending) = cache.request(layer, &[(expert, 1)], 1);
+                if ready.len() == 1 || matches!(pending.next(1), Some(Ok(_))) {
+                    break;
+                }
+            }
         }
     }
 }
 
+const USE: Use = Use {
+    operations: 100_000,
+    slots: 5,
+    guesses: false,
+    failures: false,
+    per_layer_max: None,
+    loaders: 4,
+};
+
 #[test]
 fn a_cache_of_one_slot_serves_three_threads() {
-    random_use(None, 1, 1);
+    random_use(Use { slots: 1, loaders: 1, ..USE });
 }
 
 #[test]
-fn a_small_cache_serves_three_threads() {
-    random_use(None, 5, 4);
+fn a_small_cache_serves_three_threads_a_million_times() {
+    random_use(Use { operations: 1_000_000, slots: 9, guesses: true, ..USE });
 }
 
 #[test]
 fn one_expert_per_layer_serves_three_threads() {
-    random_use(Some(1), 64, 2);
+    random_use(Use { per_layer_max: Some(1), slots: 64, loaders: 2, ..USE });
+}
+
+#[test]
+fn a_drive_that_fails_now_and_then_costs_no_slot() {
+    random_use(Use { failures: true, guesses: true, ..USE });
+}
+
+#[test]
+fn what_is_chosen_most_stays() {
+    let model = model();
+    let layer = layers(&model)[0];
+    let slot = table(&model).slot_bytes_max();
+    let cache = cache(&model, CacheOptions::new(4 * slot, 2), |_, _, _, _| Answer::Real);
+    let ask = |expert: u32| {
+        let (ready, mut pending) = cache.request(layer, &[(expert, 1)], 1);
+        while pending.next(1).is_some() {}
+        ready.len() == 1
+    };
+    for _ in 0..4 {
+        assert_eq!([0, 1, 2].map(ask).len(), 3);
+    }
+    // A scan over all others uses one slot only.
+    for expert in 3..24 {
+        assert!(!ask(expert));
+    }
+    assert_eq!([0, 1, 2].map(ask), [true; 3]);
+}
+
+#[test]
+fn pinned_experts_stay_whatever_is_asked_for() {
+    let model = model();
+    let layer = layers(&model)[0];
+    let slot = table(&model).slot_bytes_max();
+    let cache = cache(&model, CacheOptions::new(3 * slot, 2), |_, _, _, _| Answer::Real);
+    let key = (layer as u32, 7);
+    assert!(cache.pin(key, true));
+    assert!(!cache.pin((layer as u32, 8), true), "half of three slots holds one");
+    cache.warm([key]);
+    cache.wait_until_warm();
+    for expert in (0..7).chain(8..24).cycle().take(200) {
+        let (_, mut pending) = cache.request(layer, &[(expert, 9)], 9);
+        while pending.next(1).is_some() {}
+    }
+    assert_eq!(cache.request(layer, &[(7, 1)], 1).0.len(), 1);
+    assert_eq!(cache.counters().tier(Tier::Pinned), 1);
+    cache.pin(key, false);
+    for expert in (0..7).cycle().take(30) {
+        let (_, mut pending) = cache.request(layer, &[(expert, 9)], 9);
+        while pending.next(1).is_some() {}
+    }
+    assert!(cache.request(layer, &[(7, 1)], 1).0.is_empty());
+}
+
+#[test]
+fn warming_fills_what_is_free_in_the_order_given_and_evicts_nothing() {
+    let model = model();
+    let layer = layers(&model)[0] as u32;
+    let slot = table(&model).slot_bytes_max();
+    let cache = cache(&model, CacheOptions::new(3 * slot, 1), |_, _, _, _| Answer::Real);
+    cache.warm([9, 4, 17, 2, 1].map(|expert| (layer, expert)));
+    cache.wait_until_warm();
+    let mut residents: Vec<u32> = cache.residents().iter().map(|(key, _, _)| key.1).collect();
+    residents.sort_unstable();
+    assert_eq!(residents, [4, 9, 17]);
+    assert_eq!(cache.counters().evictions.get(), 0);
+    assert_eq!(cache.bytes(), 3 * slot);
+}
+
+#[test]
+fn guesses_use_room_of_their_own_and_never_evict_what_was_asked_for() {
+    let model = model();
+    let all = layers(&model);
+    let (layer, next) = (all[0], all[1]);
+    let slot = table(&model).slot_bytes_max();
+    let options = CacheOptions {
+        ahead_bytes: 2 * slot,
+        idle_share_min: 0.0,
+        ..CacheOptions::new(6 * slot, 2)
+    };
+    let cache = cache(&model, options, |_, _, _, _| Answer::Real);
+    let ask = |layer: usize, experts: &[u32]| {
+        let wanted: Vec<_> = experts.iter().map(|expert| (*expert, 1)).collect();
+        let (ready, mut pending) = cache.request(layer, &wanted, 1);
+        while pending.next(1).is_some() {}
+        ready.len()
+    };
+    ask(layer, &[0, 1, 2, 3]);
+    for round in 0..50 {
+        cache.guess(next, &[round % 20, round % 20 + 1, 22]);
+        assert_eq!(ask(layer, &[0, 1, 2, 3]), 4, "a guess took room of what is used");
+        ask(next, &[23]);
+        ask(layer, &[0, 1, 2, 3]);
+    }
+    let counters = cache.counters();
+    assert_eq!(counters.guessed.get(), 150);
+    assert!(counters.issued.get() > 0);
+    assert_eq!(
+        counters.guessed.get(),
+        counters.issued.get() + counters.dropped_resident.get() + counters.dropped_busy.get()
+    );
+}
+
+#[test]
+fn a_guess_that_comes_true_is_neither_a_hit_nor_a_miss() {
+    let model = model();
+    let layer = layers(&model)[0];
+    let slot = table(&model).slot_bytes_max();
+    let options = CacheOptions {
+        ahead_bytes: 2 * slot,
+        idle_share_min: 0.0,
+        ..CacheOptions::new(6 * slot, 2)
+    };
+    let cache = cache(&model, options, |_, _, _, _| Answer::Real);
+    cache.guess(layer, &[5]);
+    // The guess is read in its own time; asking does not wait for it to begin.
+    while cache.counters().loads.get() == 0 {
+        std::thread::yield_now();
+    }
+    while cache.request(layer, &[(5, 1)], 1).0.is_empty() {
+        std::thread::yield_now();
+    }
+    let counters = cache.counters();
+    let (guessed, late) = (counters.tier(Tier::Guessed), counters.tier(Tier::Late));
+    assert_eq!(guessed + late, 1, "asked for once it was there, or while it was read");
+    assert_eq!((counters.loads.get(), counters.wasted.get()), (1, 0));
+}
+
+#[test]
+fn without_room_for_guesses_none_is_read() {
+    let model = model();
+    let layer = layers(&model)[0];
+    let slot = table(&model).slot_bytes_max();
+    let cache = cache(&model, CacheOptions::new(6 * slot, 2), |_, _, _, _| Answer::Real);
+    cache.guess(layer, &[1, 2, 3]);
+    let (_, mut pending) = cache.request(layer, &[(9, 1)], 1);
+    assert!(matches!(pending.next(1), Some(Ok(_))));
+    assert_eq!((cache.counters().guessed.get(), cache.counters().loads.get()), (0, 1));
 }

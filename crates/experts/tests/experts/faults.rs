@@ -3,11 +3,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use container::FileId;
-use experts::cache::{CacheOptions, ExpertCache};
-use experts::load::load_expert;
+use experts::cache::{CacheOptions, Wanted};
+use experts::load::{LoadMemory, load_expert};
+use experts::reader::{AtOnce, PageBuffer};
 use experts::{LoadError, ReadError};
 
-use crate::support::{Answer, model, reader, table};
+use crate::support::{Answer, cache, layers, model, reader, table};
 
 /// Bytes of expert 0 of the first sparse layer, read through a script.
 fn load_through(
@@ -16,9 +17,10 @@ fn load_through(
     let model = model();
     let table = table(&model);
     let source = table.iter().next().unwrap();
-    let mut slot = vec![0; source.desc.bytes()];
-    load_expert(&reader(&model, script), "expert", source, &mut Vec::new(), &mut slot)?;
-    Ok(slot)
+    let mut slot = PageBuffer::zeroed(source.slot_bytes() as usize);
+    let (reader, memory) = (reader(&model, script), &mut LoadMemory::default());
+    load_expert(&reader, &|| "expert".to_owned(), source, memory, &mut slot, &mut AtOnce)?;
+    Ok(slot[..source.desc.bytes()].to_vec())
 }
 
 #[test]
@@ -76,91 +78,110 @@ fn a_file_that_ends_too_early_says_where() {
     assert_eq!(*end, offset + 7);
 }
 
+/// Experts of a layer, each chosen by one row.
+fn wanted(experts: &[u32]) -> Vec<Wanted> {
+    experts.iter().map(|expert| (*expert, 1)).collect()
+}
+
 #[test]
 fn a_failed_load_leaves_nothing_behind_and_the_next_request_reads_again() {
     let model = model();
-    let table = table(&model);
-    let layer = (0..table.layers()).find(|layer| !table.layer(*layer).is_empty()).unwrap();
-    let bytes = table.slot_bytes_max();
+    let layer = layers(&model)[0];
+    let options = CacheOptions::new(2 * table(&model).slot_bytes_max(), 2);
     let broken = Arc::new(AtomicBool::new(true));
     let seen = broken.clone();
-    let reader = reader(&model, move |_, _, _, _| {
+    let cache = cache(&model, options, move |_, _, _, _| {
         if seen.load(Ordering::SeqCst) { Answer::Error(ErrorKind::Other) } else { Answer::Real }
     });
-    let options = CacheOptions { capacity_bytes: 2 * bytes, per_layer_max: None, loaders: 2 };
-    let cache = ExpertCache::new(table, reader, options).unwrap();
     for _ in 0..100 {
-        let (ready, mut pending) = cache.request(layer, &[0, 1, 2]);
+        let (ready, mut pending) = cache.request(layer, &wanted(&[0, 1, 2]), 1);
         assert!(ready.is_empty());
         for _ in 0..3 {
-            let (_, result) = pending.next().unwrap();
-            assert!(result.is_err());
+            assert!(pending.next(4).unwrap().is_err());
         }
-        assert!(pending.next().is_none());
-        assert_eq!(cache.bytes(), 0, "a failed load keeps its slot");
+        assert!(pending.next(4).is_none());
     }
     broken.store(false, Ordering::SeqCst);
-    let (_, mut pending) = cache.request(layer, &[0]);
-    assert!(pending.next().unwrap().1.is_ok());
-    let (ready, _) = cache.request(layer, &[0]);
+    let (_, mut pending) = cache.request(layer, &wanted(&[0]), 1);
+    assert!(pending.next(1).unwrap().is_ok());
+    let (ready, _) = cache.request(layer, &wanted(&[0]), 1);
     assert_eq!(ready.len(), 1);
+    assert_eq!(cache.bytes(), table(&model).slot_bytes_max(), "a failed load keeps its slot");
+}
+
+#[test]
+fn ten_thousand_guesses_of_which_every_tenth_fails_cost_no_slot() {
+    let model = model();
+    let layer = layers(&model)[0];
+    let slot = table(&model).slot_bytes_max();
+    let options =
+        CacheOptions { ahead_bytes: slot, idle_share_min: 0.0, ..CacheOptions::new(3 * slot, 1) };
+    let cache = cache(&model, options, |call, _, _, _| match call % 10 {
+        3 => Answer::Error(ErrorKind::Other),
+        _ => Answer::Real,
+    });
+    for round in 0..10_000 {
+        cache.guess(layer, &[round % 20]);
+        // Its layer is computed: the guess is stale.
+        let (_, mut pending) = cache.request(layer, &wanted(&[20 + round % 3]), 1);
+        while pending.next(1).is_some() {}
+    }
+    // Chosen by more rows than any other, so that they stay.
+    for expert in [0, 1] {
+        while cache.request(layer, &[(expert, 50_000)], 1).0.is_empty() {
+            let (_, mut pending) = cache.request(layer, &wanted(&[expert]), 1);
+            while pending.next(1).is_some() {}
+        }
+    }
+    let both = cache.request(layer, &wanted(&[0, 1]), 1).0.len();
+    assert_eq!(both, 2, "two of three slots are not for guesses");
 }
 
 #[test]
 fn two_requests_for_one_missing_expert_share_a_read() {
     let model = model();
-    let table = table(&model);
-    let layer = (0..table.layers()).find(|layer| !table.layer(*layer).is_empty()).unwrap();
-    let options =
-        CacheOptions { capacity_bytes: table.total_bytes(), per_layer_max: None, loaders: 1 };
-    let cache =
-        ExpertCache::new(table, reader(&model, |_, _, _, _| Answer::Real), options).unwrap();
-    let (_, mut first) = cache.request(layer, &[3]);
-    let (ready, mut second) = cache.request(layer, &[3]);
-    assert!(first.next().unwrap().1.is_ok());
+    let layer = layers(&model)[0];
+    let options = CacheOptions::new(table(&model).total_bytes(), 1);
+    let cache = cache(&model, options, |_, _, _, _| Answer::Real);
+    let (_, mut first) = cache.request(layer, &wanted(&[3]), 1);
+    let (ready, mut second) = cache.request(layer, &wanted(&[3]), 1);
+    assert!(first.next(1).unwrap().is_ok());
     if ready.is_empty() {
-        assert!(second.next().unwrap().1.is_ok());
+        assert!(second.next(1).unwrap().is_ok());
     }
-    assert_eq!(cache.counters().loads.load(Ordering::Relaxed), 1);
+    assert_eq!(cache.counters().loads.get(), 1);
 }
 
 #[test]
 fn a_loader_that_panics_fails_its_request_and_the_next_one_is_served() {
     let model = model();
-    let table = table(&model);
-    let layer = (0..table.layers()).find(|layer| !table.layer(*layer).is_empty()).unwrap();
-    let options =
-        CacheOptions { capacity_bytes: table.slot_bytes_max(), per_layer_max: None, loaders: 1 };
-    let reader = reader(&model, |call, _, _, _| {
+    let layer = layers(&model)[0];
+    let options = CacheOptions::new(table(&model).slot_bytes_max(), 1);
+    let cache = cache(&model, options, |call, _, _, _| {
         assert!(call > 0, "a bug in the first read");
         Answer::Real
     });
-    let cache = ExpertCache::new(table, reader, options).unwrap();
-    let (_, mut pending) = cache.request(layer, &[0]);
-    let (_, result) = pending.next().unwrap();
-    assert!(matches!(&*result.err().unwrap(), LoadError::Panicked { .. }));
-    assert_eq!(cache.bytes(), 0);
-    let (_, mut pending) = cache.request(layer, &[0]);
-    assert!(pending.next().unwrap().1.is_ok());
+    let (_, mut pending) = cache.request(layer, &wanted(&[0]), 1);
+    let (_, error) = pending.next(1).unwrap().err().unwrap();
+    assert!(matches!(&*error, LoadError::Panicked { .. }));
+    let (_, mut pending) = cache.request(layer, &wanted(&[0]), 1);
+    assert!(pending.next(1).unwrap().is_ok());
 }
 
 #[test]
 fn loads_that_nobody_waits_for_any_more_are_not_begun() {
     let model = model();
-    let table = table(&model);
-    let layer = (0..table.layers()).find(|layer| !table.layer(*layer).is_empty()).unwrap();
+    let layer = layers(&model)[0];
     // One slot: while its lease is held no further load can begin.
-    let options =
-        CacheOptions { capacity_bytes: table.slot_bytes_max(), per_layer_max: None, loaders: 2 };
-    let cache =
-        ExpertCache::new(table, reader(&model, |_, _, _, _| Answer::Real), options).unwrap();
-    let (_, mut first) = cache.request(layer, &[0]);
-    let lease = first.next().unwrap().1.unwrap();
-    let (_, abandoned) = cache.request(layer, &[1, 2, 3, 4, 5]);
+    let options = CacheOptions::new(table(&model).slot_bytes_max(), 2);
+    let cache = cache(&model, options, |_, _, _, _| Answer::Real);
+    let (_, mut first) = cache.request(layer, &wanted(&[0]), 1);
+    let lease = first.next(1).unwrap().ok().unwrap();
+    let (_, abandoned) = cache.request(layer, &wanted(&[1, 2, 3, 4, 5]), 1);
     drop(abandoned);
     drop(lease);
-    let (_, mut last) = cache.request(layer, &[6]);
-    assert!(last.next().unwrap().1.is_ok());
-    // The loader may have taken one of the abandoned experts off the queue before.
-    assert!(cache.counters().loads.load(Ordering::Relaxed) <= 4);
+    let (_, mut last) = cache.request(layer, &wanted(&[6]), 1);
+    assert!(last.next(1).unwrap().is_ok());
+    // The loaders may have taken two of the abandoned experts off the queue before.
+    assert!(cache.counters().loads.get() <= 4);
 }

@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use container::{FileId, Model};
+use experts::cache::{CacheOptions, ExpertCache};
 use experts::load::ExpertTable;
-use experts::{FileSet, RawFiles, Reader};
+use experts::{ExpertStore, FileSet, RawFiles, Reader};
 
 /// What the fake disk does with a read.
 pub enum Answer {
@@ -22,6 +23,7 @@ pub enum Answer {
     End,
 }
 
+/// A test's decision about call number, file, offset and bytes of a read.
 type Script = dyn FnMut(u64, FileId, u64, usize) -> Answer + Send;
 
 /// Real files behind a script that sees (call number, file, offset, bytes).
@@ -53,6 +55,12 @@ impl RawFiles for FakeDisk {
     }
 }
 
+/// A model with experts of a few kilobytes.
+pub fn small_model() -> Model {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/oracle/glm-groups");
+    Model::open(&[dir]).unwrap()
+}
+
 /// The bundled model: six layers of 24 quantised experts.
 pub fn model() -> Model {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/hummingbird");
@@ -75,5 +83,29 @@ pub fn reader(
 ) -> Reader {
     let real = FileSet::open(&model.shards).unwrap();
     let disk = FakeDisk { real, calls: AtomicU64::new(0), script: Mutex::new(Box::new(script)) };
-    Reader::new(Arc::new(disk))
+    // Retries do not wait in tests.
+    Reader::new(Arc::new(disk)).retry_pause(std::time::Duration::ZERO)
+}
+
+/// A store over a scripted disk.
+pub fn store(
+    model: &Model,
+    script: impl FnMut(u64, FileId, u64, usize) -> Answer + Send + 'static,
+) -> ExpertStore {
+    ExpertStore::new(table(model), reader(model, script))
+}
+
+/// A cache of so many bytes over a scripted disk.
+pub fn cache(
+    model: &Model,
+    options: CacheOptions,
+    script: impl FnMut(u64, FileId, u64, usize) -> Answer + Send + 'static,
+) -> ExpertCache {
+    ExpertCache::new(store(model, script), options).unwrap()
+}
+
+/// Layers that have experts.
+pub fn layers(model: &Model) -> Vec<usize> {
+    let table = table(model);
+    (0..table.layers()).filter(|layer| !table.layer(*layer).is_empty()).collect()
 }

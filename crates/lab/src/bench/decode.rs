@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use container::{Attention, ContainerError, LayerKind, Role, TensorSpec, tensors};
+use experts::ExpertStats;
 use models::KvShape;
 use numerics::topk;
 use runtime::{Engine, Session, Want, Work};
@@ -123,7 +124,7 @@ pub fn decode_batch(
             singles.push(tokens as f64 / single.seconds);
             together.push((batch * tokens) as f64 / all.seconds);
             reads.push(read);
-            distinct = all.experts_per_step;
+            distinct = all.chosen() as f64 / tokens as f64;
         }
     }
     let attended_bytes = attended_bytes(engine, DECODE_PROMPT + tokens.div_ceil(2));
@@ -150,16 +151,29 @@ fn attended_bytes(engine: &Engine, positions: usize) -> u64 {
     KvShape::of(engine.model()).attended_bytes(positions, chosen) as u64
 }
 
-struct Run {
-    seconds: f64,
+pub(super) struct Run {
+    /// Seconds of the tokens that count.
+    pub seconds: f64,
     /// Fingerprint of each sequence's logits.
-    fingerprints: Vec<String>,
-    /// Distinct experts of a step, all layers together.
-    experts_per_step: f64,
+    pub fingerprints: Vec<String>,
+    /// What the experts' backend had done before the tokens that count, and after.
+    pub stats: [ExpertStats; 2],
+}
+
+impl Run {
+    /// Experts chosen in the steps that count, each once per step and layer.
+    pub fn chosen(&self) -> u64 {
+        let chosen = |stats: &ExpertStats| stats.hits + stats.guessed_hits + stats.misses;
+        chosen(&self.stats[1]) - chosen(&self.stats[0])
+    }
 }
 
 /// Decodes `count` tokens of each of some sequences, all of them in every step.
-fn run(engine: &Engine, sequences: std::ops::Range<usize>, count: usize) -> Result<Run, LabError> {
+pub(super) fn run(
+    engine: &Engine,
+    sequences: std::ops::Range<usize>,
+    count: usize,
+) -> Result<Run, LabError> {
     let vocab = engine.config().vocab_size;
     let mut sessions: Vec<Session> = sequences
         .clone()
@@ -173,11 +187,7 @@ fn run(engine: &Engine, sequences: std::ops::Range<usize>, count: usize) -> Resu
     }
     let mut fingerprints: Vec<_> =
         sequences.clone().map(|_| runtime::Fingerprint::default()).collect();
-    let touched = |engine: &Engine| {
-        let stats = engine.expert_stats();
-        stats.hits + stats.misses
-    };
-    let (before, started) = (touched(engine), Instant::now());
+    let (before, started) = (engine.expert_stats(), Instant::now());
     // Tokens given beforehand: random weights would soon answer with one token for ever.
     let given: Vec<Vec<u32>> =
         sequences.map(|sequence| tokens(count, vocab, 101 * sequence + 7)).collect();
@@ -200,7 +210,7 @@ fn run(engine: &Engine, sequences: std::ops::Range<usize>, count: usize) -> Resu
     Ok(Run {
         seconds,
         fingerprints: fingerprints.iter().map(runtime::Fingerprint::hex).collect(),
-        experts_per_step: (touched(engine) - before) as f64 / count as f64,
+        stats: [before, engine.expert_stats()],
     })
 }
 

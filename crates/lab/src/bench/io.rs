@@ -1,4 +1,5 @@
-//! Reading experts from files with the readers of the engine, beside plain reads of the same files.
+//! Reading experts from files with the readers of the engine, beside plain direct reads of the same
+//! files.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -6,20 +7,97 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use container::{FileId, Model, TensorClass};
-use experts::load::{ExpertTable, load_expert};
-use experts::{FileSet, Reader};
+use container::{FileId, Model, Shards, TensorClass};
+use experts::load::{ExpertTable, LoadMemory, load_expert};
+use experts::reader::{AtOnce, PageBuffer, open_files};
+use experts::{FileSet, IoMode, RawFiles, Reader};
 use models::Int8Classes;
 
 use super::Rates;
 use crate::error::LabError;
 
-/// Threads that read, as many as the engine's loaders.
+/// Threads that read, as many as the engine's loaders of large experts.
 const READERS: usize = 4;
 /// Bytes of one plain read.
 const PLAIN_BYTES: usize = 8 << 20;
 /// Bytes read per measurement, at most.
-const SAMPLE_BYTES: u64 = 2 << 30;
+const SAMPLE_BYTES: u64 = 1 << 30;
+/// Bytes of a file's length that may be unallocated: the end of a last block.
+const UNALLOCATED_BYTES_MAX: u64 = 1 << 20;
+
+/// How fast a model's drive gives bytes that are in no cache of this machine.
+pub struct Device {
+    files: Arc<dyn RawFiles>,
+    pieces: Vec<(FileId, u64)>,
+}
+
+impl Device {
+    /// Prepares to measure the drive that holds the files of `shards`. Refused where a figure would
+    /// mean nothing: holes in the files are not read from any drive, and without direct reads they
+    /// may come from memory.
+    pub fn of(shards: &Shards) -> Result<Device, LabError> {
+        let doubtful =
+            |why: String| LabError::Request(format!("the drive cannot be measured: {why}"));
+        let mut pieces = Vec::new();
+        for (index, shard) in shards.files().iter().enumerate() {
+            if let Some(bytes) = unallocated_bytes(&shard.path)? {
+                return Err(doubtful(format!(
+                    "{} has {bytes} bytes that were never written; let the download end",
+                    shard.path.display()
+                )));
+            }
+            let whole = shard.len / PLAIN_BYTES as u64;
+            pieces.extend((0..whole).map(|at| (FileId(index as u32), at * PLAIN_BYTES as u64)));
+        }
+        if pieces.is_empty() {
+            return Err(doubtful(format!("no file of the model has {PLAIN_BYTES} bytes")));
+        }
+        let opened = open_files(FileSet::open(shards)?, IoMode::Direct);
+        match opened.fallback {
+            Some(why) => Err(doubtful(why)),
+            None => Ok(Device { files: opened.files, pieces }),
+        }
+    }
+
+    /// 10^9 bytes per second of direct reads of 8 MiB in a scattered order, `round` after `round`
+    /// in other places.
+    pub fn measure(&self, round: usize) -> Result<f64, LabError> {
+        let count = self.pieces.len().min((SAMPLE_BYTES as usize / PLAIN_BYTES).max(READERS));
+        let stride = scatter(self.pieces.len());
+        let reader = Reader::new(self.files.clone());
+        let next = AtomicUsize::new(0);
+        let started = Instant::now();
+        on_readers(|| {
+            let mut buffer = PageBuffer::zeroed(PLAIN_BYTES);
+            loop {
+                let at = next.fetch_add(1, Ordering::Relaxed);
+                if at >= count {
+                    return Ok(());
+                }
+                let at = (round * count + at) % self.pieces.len();
+                let (file, offset) = self.pieces[at * stride % self.pieces.len()];
+                reader.read_span(file, offset, PLAIN_BYTES, &mut buffer, &mut AtOnce)?;
+            }
+        })?;
+        Ok((count * PLAIN_BYTES) as f64 / started.elapsed().as_secs_f64() / 1e9)
+    }
+}
+
+/// Bytes of a file's length that have no place on the drive, if more than an end of a block.
+fn unallocated_bytes(path: &std::path::Path) -> Result<Option<u64>, LabError> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let facts = std::fs::metadata(path).map_err(LabError::write(path, "look at"))?;
+        let missing = facts.len().saturating_sub(facts.blocks() * 512);
+        Ok((missing > UNALLOCATED_BYTES_MAX).then_some(missing))
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = path;
+        Ok(None)
+    }
+}
 
 /// Figures of one reader.
 #[derive(Clone, Debug)]
@@ -28,7 +106,7 @@ pub struct IoFigures {
     pub reader: &'static str,
     /// 10^9 bytes of experts per second: read, checked, and arranged for the kernels.
     pub gb_per_s: Rates,
-    /// 10^9 bytes per second of plain reads of the same files, 8 MiB at a time.
+    /// 10^9 bytes per second of plain direct reads of the same files, 8 MiB at a time.
     pub device_gb_per_s: Rates,
 }
 
@@ -39,33 +117,49 @@ impl IoFigures {
     }
 }
 
-/// Loads experts in a scattered order and reads the files plainly, in turns, each time with the
-/// files dropped from the page cache of this machine.
-pub fn io(model: &Model, repetitions: usize) -> Result<Vec<IoFigures>, LabError> {
+/// Loads experts in a scattered order with every reader, and reads the files plainly, in turns,
+/// each time with the files dropped from the page cache of this machine. Readers that the system
+/// refuses are left out; `notice` is told.
+pub fn io(
+    model: &Model,
+    repetitions: usize,
+    notice: &mut dyn FnMut(&str),
+) -> Result<Vec<IoFigures>, LabError> {
     let int8 = Int8Classes::default().contains(TensorClass::Experts);
     let table = ExpertTable::of(model, int8)?;
     if table.iter().next().is_none() {
         return Err(LabError::Request("this model has no routed experts to read".to_owned()));
     }
-    let reader = Reader::new(Arc::new(FileSet::open(&model.shards)?));
-    let (mut experts, mut plain) = (Vec::new(), Vec::new());
-    for _ in 0..repetitions.max(1) {
-        drop_cached(model)?;
-        plain.push(plain_rate(model, &reader)?);
-        drop_cached(model)?;
-        experts.push(expert_rate(&table, &reader)?);
+    let device = Device::of(&model.shards)?;
+    let mut readers = Vec::new();
+    for mode in [IoMode::Buffered, IoMode::Direct, IoMode::Uring] {
+        let opened = open_files(FileSet::open(&model.shards)?, mode);
+        match opened.fallback {
+            Some(why) => notice(&format!("{}: {why}", mode.name())),
+            None => readers.push((mode.name(), Reader::new(opened.files), Vec::new())),
+        }
     }
-    Ok(vec![IoFigures {
-        reader: "buffered",
-        gb_per_s: Rates::of(experts),
-        device_gb_per_s: Rates::of(plain),
-    }])
+    let mut plain = Vec::new();
+    for repetition in 0..repetitions.max(1) {
+        plain.push(device.measure(repetition)?);
+        for (_, reader, rates) in &mut readers {
+            drop_cached(model)?;
+            rates.push(expert_rate(&table, reader, repetition)?);
+        }
+    }
+    let device_gb_per_s = Rates::of(plain);
+    let figures = readers.into_iter().map(|(reader, _, rates)| IoFigures {
+        reader,
+        gb_per_s: Rates::of(rates),
+        device_gb_per_s,
+    });
+    Ok(figures.collect())
 }
 
 /// Asks the system to forget the pages of the model's files.
-fn drop_cached(model: &Model) -> Result<(), LabError> {
+pub fn drop_cached(model: &Model) -> Result<(), LabError> {
     for shard in model.shards.files() {
-        let file = open(&shard.path)?;
+        let file = File::open(&shard.path).map_err(LabError::write(&shard.path, "open"))?;
         #[cfg(target_os = "linux")]
         rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).map_err(|error| {
             LabError::write(&shard.path, "drop the cached pages of")(error.into())
@@ -75,44 +169,15 @@ fn drop_cached(model: &Model) -> Result<(), LabError> {
     Ok(())
 }
 
-fn open(path: &std::path::Path) -> Result<File, LabError> {
-    File::open(path).map_err(LabError::write(path, "open"))
-}
-
-/// 10^9 bytes per second of plain reads.
-fn plain_rate(model: &Model, reader: &Reader) -> Result<f64, LabError> {
-    let mut pieces = Vec::new();
-    let mut total = 0;
-    for (index, shard) in model.shards.files().iter().enumerate() {
-        for offset in (0..shard.len).step_by(PLAIN_BYTES) {
-            if total < SAMPLE_BYTES {
-                let len = (PLAIN_BYTES as u64).min(shard.len - offset);
-                pieces.push((FileId(index as u32), offset, len as usize));
-                total += len;
-            }
-        }
-    }
-    let next = AtomicUsize::new(0);
-    let started = Instant::now();
-    on_readers(|| {
-        let mut buffer = vec![0; PLAIN_BYTES];
-        while let Some(&(file, offset, len)) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-            reader.read_exact(file, offset, &mut buffer[..len])?;
-        }
-        Ok(())
-    })?;
-    Ok(total as f64 / started.elapsed().as_secs_f64() / 1e9)
-}
-
 /// 10^9 bytes per second of experts loaded as the engine loads them.
-fn expert_rate(table: &ExpertTable, reader: &Reader) -> Result<f64, LabError> {
+fn expert_rate(table: &ExpertTable, reader: &Reader, round: usize) -> Result<f64, LabError> {
     let sources: Vec<_> = table.iter().collect();
     let stride = scatter(sources.len());
     let mut wanted = Vec::new();
     let mut total = 0;
     for at in 0..sources.len() {
         if total < SAMPLE_BYTES {
-            let source = sources[at * stride % sources.len()];
+            let source = sources[(round + at) * stride % sources.len()];
             total += source.file_bytes();
             wanted.push(source);
         }
@@ -120,10 +185,14 @@ fn expert_rate(table: &ExpertTable, reader: &Reader) -> Result<f64, LabError> {
     let next = AtomicUsize::new(0);
     let started = Instant::now();
     on_readers(|| {
-        let mut buffer = Vec::new();
+        let mut memory = LoadMemory::default();
+        let mut slot = PageBuffer::default();
         while let Some(source) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let mut slot = vec![0; source.desc.bytes()];
-            load_expert(reader, "bench", source, &mut buffer, &mut slot)?;
+            if slot.len() < source.slot_bytes() as usize {
+                slot = PageBuffer::zeroed(source.slot_bytes() as usize);
+            }
+            let name = || "an expert".to_owned();
+            load_expert(reader, &name, source, &mut memory, &mut slot, &mut AtOnce)?;
         }
         Ok(())
     })?;

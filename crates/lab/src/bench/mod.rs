@@ -4,6 +4,7 @@ mod decode;
 mod io;
 mod kernels;
 mod prefill;
+mod stream;
 mod ux;
 
 use std::time::Instant;
@@ -11,9 +12,10 @@ use std::time::Instant;
 use numerics::{Isa, Team, peak};
 
 pub use decode::{BatchFigures, DECODE_PROMPT, DecodeFigures, decode, decode_batch};
-pub use io::{IoFigures, io};
+pub use io::{Device, IoFigures, io};
 pub use kernels::{KernelFigures, KernelOptions, ROWS_MAX, kernels};
 pub use prefill::{PrefillFigures, prefill};
+pub use stream::{StreamFigures, stream};
 pub use ux::{Scenario, UxFigures, ux};
 
 /// Bytes of the array that the read-bandwidth loop streams: far beyond any cache.

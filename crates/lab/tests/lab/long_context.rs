@@ -30,6 +30,7 @@ fn model(dir: &Path, like: Like) {
         dense: Format::Int8Row,
         seed: 7,
         shard_bytes: 1 << 30,
+        layout: container::Layout::R16k4,
     };
     synth::write(dir, &options, &mut |_, _| {}).unwrap();
     let path = dir.join("config.json");

@@ -1,0 +1,337 @@
+//! The threads that load, and the room they load into.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+use smallvec::SmallVec;
+
+use super::queue::{Job, Kind};
+use super::{Account, Entry, Key, Layer, NOTHING, Shared, Slot};
+use crate::load::{LoadError, LoadMemory};
+use crate::reader::{AtOnce, Pace, PageBuffer};
+
+/// Bytes that a guessed expert's read may take before it looks whether somebody waits for another.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// The pace of a guessed expert's read: it waits while somebody waits for another, until somebody
+/// waits for it.
+struct GiveWay<'a> {
+    shared: &'a Shared,
+    key: Key,
+}
+
+impl Pace for GiveWay<'_> {
+    fn piece_bytes(&self) -> usize {
+        PIECE_BYTES
+    }
+
+    fn between(&mut self) {
+        let (layer, expert) = (self.key.0 as usize, self.key.1 as usize);
+        self.shared.jobs.wait_until_idle(|| {
+            let state = self.shared.layers[layer].lock();
+            matches!(state.entries[expert], Entry::Loading { ahead: true, .. })
+        });
+    }
+}
+
+impl Shared {
+    pub(super) fn account(&self) -> MutexGuard<'_, Account> {
+        self.account.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn bytes_of(&self, key: Key) -> i64 {
+        self.store.table().expert(key).slot_bytes() as i64
+    }
+
+    /// Bytes that experts which were asked for may take.
+    pub(super) fn regular_max(&self) -> i64 {
+        (self.options.capacity_bytes - self.options.ahead_bytes) as i64
+    }
+
+    /// Wakes loaders that wait for room. Everything that lets an expert go calls it afterwards: the
+    /// fence orders that before the look at `starved`, a loader counts itself starved before its
+    /// last look for room.
+    pub(super) fn room_freed(&self) {
+        fence(Ordering::SeqCst);
+        if self.starved.load(Ordering::Relaxed) > 0 {
+            self.jobs.signal_room();
+        }
+    }
+
+    /// Takes an expert out of memory and gives its buffer to the spare ones.
+    fn evict(&self, account: &mut Account, state: &mut Layer, key: Key) {
+        let entry = std::mem::replace(&mut state.entries[key.1 as usize], Entry::Absent);
+        state.policy.unlink(key.1);
+        state.held -= 1;
+        let Entry::Ready { slot, ahead, .. } = entry else { return };
+        let bytes = self.bytes_of(key);
+        if ahead {
+            account.ahead -= bytes;
+            self.counters.wasted.add(1);
+        } else {
+            account.regular -= bytes;
+        }
+        self.counters.evictions.add(1);
+        if let Some(slot) = Arc::into_inner(slot) {
+            account.spare.push(slot.data);
+        }
+    }
+
+    /// Evicts the expert that is worth least, of one layer or of all; false when everything that
+    /// could go is held.
+    fn evict_coldest(&self, account: &mut Account, of_layer: Option<usize>) -> bool {
+        let mut tried: SmallVec<[usize; 16]> = SmallVec::new();
+        loop {
+            let floor_of = |layer: &usize| self.layers[*layer].floor.load(Ordering::Relaxed);
+            let coldest = match of_layer {
+                Some(layer) => Some(layer).filter(|layer| !tried.contains(layer)),
+                None => (0..self.layers.len())
+                    .filter(|layer| floor_of(layer) != NOTHING && !tried.contains(layer))
+                    .min_by_key(floor_of),
+            };
+            let Some(layer) = coldest else { return false };
+            let shard = &self.layers[layer];
+            let mut guard = shard.lock();
+            let state = &mut *guard;
+            let entries = &state.entries;
+            let victim = state.policy.coldest(|expert| is_free(&entries[expert as usize]));
+            if let Some((expert, _)) = victim {
+                self.evict(account, state, (layer as u32, expert));
+            }
+            shard.publish_floor(state);
+            if victim.is_some() {
+                return true;
+            }
+            tried.push(layer);
+        }
+    }
+
+    /// Evicts the oldest guess whose layer has been computed since, or that was asked for.
+    fn evict_stale_guess(&self, account: &mut Account) -> bool {
+        while let Some(&(key, requests)) = account.guesses.front() {
+            let shard = &self.layers[key.0 as usize];
+            let mut state = shard.lock();
+            match &state.entries[key.1 as usize] {
+                entry @ Entry::Ready { ahead: true, .. } => {
+                    if state.requests == requests || !is_free(entry) {
+                        return false;
+                    }
+                    account.guesses.pop_front();
+                    self.evict(account, &mut state, key);
+                    return true;
+                }
+                Entry::Loading { ahead: true, .. } => return false,
+                _ => {
+                    account.guesses.pop_front();
+                }
+            }
+        }
+        false
+    }
+
+    /// Accounts for an expert's memory, evicting as needed, and returns a buffer for it; `None`
+    /// when there is no room now.
+    fn take_room(&self, job: &Job) -> Option<PageBuffer> {
+        let &Job { key, kind } = job;
+        let layer = key.0 as usize;
+        let bytes = self.bytes_of(key);
+        let mut guard = self.account();
+        let account = &mut *guard;
+        if let Some(max) = self.options.per_layer_max {
+            while self.layers[layer].lock().held >= max {
+                if kind != Kind::Demand || !self.evict_coldest(account, Some(layer)) {
+                    return None;
+                }
+            }
+        }
+        match kind {
+            Kind::Demand => {
+                while account.regular + bytes > self.regular_max() {
+                    if !self.evict_coldest(account, None) {
+                        return None;
+                    }
+                }
+            }
+            // Warming fills what is free; whoever is there has been asked for.
+            Kind::Warm => {
+                if account.regular + bytes > self.regular_max() {
+                    return None;
+                }
+            }
+            Kind::Ahead => {
+                while account.ahead + bytes > self.options.ahead_bytes as i64 {
+                    if !self.evict_stale_guess(account) {
+                        return None;
+                    }
+                }
+                // A guess that was asked for left its room to the regular ones: they give it back.
+                while account.regular + account.ahead + bytes > self.options.capacity_bytes as i64 {
+                    if account.regular <= self.regular_max() || !self.evict_coldest(account, None) {
+                        return None;
+                    }
+                }
+            }
+        }
+        {
+            let mut state = self.layers[layer].lock();
+            state.held += 1;
+            // A guess may have been asked for while it had no room yet.
+            match &mut state.entries[key.1 as usize] {
+                Entry::Loading { ahead, has_room, .. } => {
+                    *has_room = true;
+                    *if *ahead { &mut account.ahead } else { &mut account.regular } += bytes;
+                }
+                _ => account.regular += bytes,
+            }
+        }
+        let fitting = account.spare.iter().position(|buffer| buffer.len() as i64 == bytes);
+        Some(match fitting {
+            Some(at) => account.spare.swap_remove(at),
+            None => {
+                // Buffers of other sizes would be held beyond the account.
+                account.spare.clear();
+                PageBuffer::default()
+            }
+        })
+    }
+
+    /// [`Shared::take_room`] for a load that somebody waits for: waits until there is some; `None`
+    /// when the cache ends.
+    fn wait_for_room(&self, job: &Job) -> Option<PageBuffer> {
+        self.starved.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let room = loop {
+            let seen = self.jobs.room_signals();
+            if let Some(room) = self.take_room(job) {
+                break Some(room);
+            }
+            if !self.jobs.wait_for_room(seen) {
+                break None;
+            }
+        };
+        self.starved.fetch_sub(1, Ordering::Relaxed);
+        room
+    }
+
+    /// One loader thread: loads what is queued until the cache is dropped.
+    pub(super) fn run_loader(&self, ahead: bool) {
+        let mut memory = LoadMemory::default();
+        while let Some(job) = self.jobs.next(ahead) {
+            let room = match (self.take_room(&job), job.kind) {
+                (None, Kind::Demand) => match self.wait_for_room(&job) {
+                    None => return,
+                    room => room,
+                },
+                (room, _) => room,
+            };
+            match room {
+                None => self.give_up(job.key),
+                Some(data) => {
+                    // A panic is a bug, but it must not leave those who wait waiting.
+                    let load = AssertUnwindSafe(|| self.load(&job, data, &mut memory));
+                    let loaded = catch_unwind(load)
+                        .unwrap_or_else(|_| Err(LoadError::Panicked { tensor: name_of(job.key) }));
+                    self.publish(job.key, loaded);
+                }
+            }
+            self.jobs.done(&job);
+        }
+    }
+
+    /// Forgets a load that has no room, unless somebody has begun to wait for it.
+    pub(super) fn give_up(&self, key: Key) {
+        let entry = &mut self.layers[key.0 as usize].lock().entries[key.1 as usize];
+        match entry {
+            Entry::Loading { waiters: 0, has_room: false, .. } => {
+                *entry = Entry::Absent;
+                self.counters.dropped_no_room.add(1);
+            }
+            Entry::Loading { has_room: false, .. } => self.jobs.push(Kind::Demand, &[key]),
+            _ => {}
+        }
+    }
+
+    fn load(
+        &self,
+        job: &Job,
+        data: PageBuffer,
+        memory: &mut LoadMemory,
+    ) -> Result<PageBuffer, LoadError> {
+        let bytes = self.bytes_of(job.key) as usize;
+        let mut slot = if data.len() == bytes { data } else { PageBuffer::zeroed(bytes) };
+        let name = || name_of(job.key);
+        match job.kind {
+            Kind::Ahead => {
+                let mut pace = GiveWay { shared: self, key: job.key };
+                self.store.load(job.key, &name, memory, &mut slot, &mut pace)?;
+            }
+            Kind::Demand | Kind::Warm => {
+                let pace = &mut AtOnce;
+                self.store.load(job.key, &name, memory, &mut slot, pace)?;
+            }
+        }
+        self.counters.loads.add(1);
+        Ok(slot)
+    }
+
+    fn publish(&self, key: Key, loaded: Result<PageBuffer, LoadError>) {
+        let shard = &self.layers[key.0 as usize];
+        let failed = {
+            let mut guard = shard.lock();
+            let state = &mut *guard;
+            let entry = &mut state.entries[key.1 as usize];
+            let (waiters, ahead) = match entry {
+                Entry::Loading { waiters, ahead, .. } => (*waiters, *ahead),
+                _ => (0, false),
+            };
+            let failed = match loaded {
+                Ok(data) => {
+                    *entry = Entry::Ready { slot: Arc::new(Slot { data }), waiters, ahead };
+                    if !ahead && !state.pinned[key.1 as usize] {
+                        state.policy.link(key.1);
+                    }
+                    None
+                }
+                Err(error) => {
+                    state.held -= 1;
+                    *entry = match waiters {
+                        0 => Entry::Absent,
+                        _ => Entry::Failed { error: Arc::new(error), waiters },
+                    };
+                    Some(ahead)
+                }
+            };
+            shard.publish_floor(state);
+            failed
+        };
+        shard.changed.notify_all();
+        if let Some(ahead) = failed {
+            let mut account = self.account();
+            let of_kind = if ahead { &mut account.ahead } else { &mut account.regular };
+            *of_kind -= self.bytes_of(key);
+        }
+        // An expert that nobody waits for may go at once.
+        self.room_freed();
+    }
+
+    /// Moves bytes of guesses that were asked for to the regular ones.
+    pub(super) fn count_asked_for(&self, bytes: i64) {
+        if bytes > 0 {
+            let mut account = self.account();
+            account.ahead -= bytes;
+            account.regular += bytes;
+        }
+    }
+}
+
+/// Whether nobody holds or waits for an expert.
+fn is_free(entry: &Entry) -> bool {
+    // New holders appear under the layer's lock only, which the caller has.
+    matches!(entry, Entry::Ready { slot, waiters: 0, .. } if Arc::strong_count(slot) == 1)
+}
+
+/// Name of an expert in messages.
+fn name_of(key: Key) -> String {
+    format!("layer {} expert {}", key.0, key.1)
+}

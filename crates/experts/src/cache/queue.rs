@@ -1,0 +1,314 @@
+//! The loads that wait to be done, and how busy the drive is with them.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::Key;
+
+/// Guesses that wait; older ones are forgotten.
+const GUESSES_MAX: usize = 32;
+/// Time over which idleness is averaged.
+const IDLE_WINDOW_S: f64 = 1.0;
+
+/// Why an expert is loaded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    /// Somebody waits for it.
+    Demand,
+    /// To fill the cache.
+    Warm,
+    /// It may be needed soon.
+    Ahead,
+}
+
+/// A load.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Job {
+    pub key: Key,
+    pub kind: Kind,
+}
+
+#[derive(Debug, Default)]
+struct Queues {
+    demand: VecDeque<Key>,
+    warm: VecDeque<Key>,
+    ahead: VecDeque<Key>,
+    /// Loads under way that somebody waits for.
+    running: usize,
+    warming: usize,
+    /// Times that room became free.
+    room_signals: u64,
+    /// Times that a load under way may have been asked for.
+    turns: u64,
+    stop: bool,
+    /// Whether a guess is being read.
+    guessing: bool,
+    busy: BusyClock,
+    known: BusyClock,
+}
+
+/// How long loads that somebody waits for have been queued or under way.
+#[derive(Debug, Default)]
+struct BusyClock {
+    since: Option<Instant>,
+    total: Duration,
+    /// Last look: when, and the total then.
+    looked: Option<(Instant, Duration)>,
+    idle_share: f64,
+}
+
+impl BusyClock {
+    fn set(&mut self, busy: bool) {
+        match (busy, self.since) {
+            (true, None) => self.since = Some(Instant::now()),
+            (false, Some(since)) => {
+                self.total += since.elapsed();
+                self.since = None;
+            }
+            _ => {}
+        }
+    }
+
+    fn total(&self, now: Instant) -> Duration {
+        self.total + self.since.map_or(Duration::ZERO, |since| now.duration_since(since))
+    }
+
+    /// Share of recent time without such loads.
+    fn idle_share(&mut self, now: Instant) -> f64 {
+        let total = self.total(now);
+        let Some((looked, then)) = self.looked.replace((now, total)) else {
+            self.idle_share = 1.0;
+            return 1.0;
+        };
+        let span_s = now.duration_since(looked).as_secs_f64();
+        if span_s > 0.0 {
+            let idle = 1.0 - (total.saturating_sub(then).as_secs_f64() / span_s).min(1.0);
+            let weight = (span_s / IDLE_WINDOW_S).min(1.0);
+            self.idle_share += (idle - self.idle_share) * weight;
+        }
+        self.idle_share
+    }
+}
+
+impl Queues {
+    fn is_idle(&self) -> bool {
+        self.demand.is_empty() && self.running == 0
+    }
+
+    fn update_busy(&mut self) {
+        let busy = !self.is_idle();
+        self.busy.set(busy);
+        self.known.set(busy || self.guessing);
+    }
+}
+
+/// The queue of loads.
+#[derive(Debug, Default)]
+pub(crate) struct Jobs {
+    queues: Mutex<Queues>,
+    changed: Condvar,
+    /// The thread that reads guesses: work for it, or its turn to go on.
+    ahead_changed: Condvar,
+    /// Those who wait for the cache to be warm.
+    warm_changed: Condvar,
+}
+
+impl Jobs {
+    fn lock(&self) -> MutexGuard<'_, Queues> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues loads.
+    pub fn push(&self, kind: Kind, keys: &[Key]) {
+        if keys.is_empty() {
+            return;
+        }
+        let mut queues = self.lock();
+        match kind {
+            Kind::Demand => queues.demand.extend(keys),
+            Kind::Warm => queues.warm.extend(keys),
+            Kind::Ahead => queues.ahead.extend(keys),
+        }
+        queues.update_busy();
+        drop(queues);
+        self.changed.notify_all();
+    }
+
+    /// Queues guesses in front of older ones; returns those that are forgotten.
+    pub fn replace_guesses(&self, keys: &[Key]) -> Vec<Key> {
+        if keys.is_empty() {
+            return Vec::new();
+        }
+        let mut queues = self.lock();
+        for key in keys.iter().rev() {
+            queues.ahead.push_front(*key);
+        }
+        let keep = queues.ahead.len().min(GUESSES_MAX);
+        let forgotten = queues.ahead.split_off(keep).into();
+        drop(queues);
+        self.ahead_changed.notify_all();
+        forgotten
+    }
+
+    /// Makes a queued load one that somebody waits for; false when it is not queued.
+    pub fn promote(&self, key: Key) -> bool {
+        let mut queues = self.lock();
+        let place = |queue: &VecDeque<Key>| queue.iter().position(|queued| *queued == key);
+        let found = if let Some(at) = place(&queues.ahead) {
+            queues.ahead.remove(at);
+            true
+        } else if let Some(at) = place(&queues.warm) {
+            queues.warm.remove(at);
+            true
+        } else {
+            false
+        };
+        if found {
+            queues.demand.push_back(key);
+            queues.update_busy();
+        }
+        // Its reader may wait for its turn: it has come.
+        queues.turns += 1;
+        drop(queues);
+        self.changed.notify_all();
+        self.ahead_changed.notify_all();
+        found
+    }
+
+    /// Takes a load back that was not begun; false when it was.
+    pub fn withdraw(&self, key: Key) -> bool {
+        let mut queues = self.lock();
+        let found = queues.demand.iter().position(|queued| *queued == key);
+        if let Some(at) = found {
+            queues.demand.remove(at);
+            queues.update_busy();
+        }
+        found.is_some()
+    }
+
+    /// Waits for a load to do; `None` when there will be none. Guesses go to the thread for them,
+    /// everything else to the others.
+    pub fn next(&self, ahead: bool) -> Option<Job> {
+        let mut queues = self.lock();
+        loop {
+            if queues.stop {
+                return None;
+            }
+            if ahead {
+                if queues.is_idle()
+                    && queues.warm.is_empty()
+                    && let Some(key) = queues.ahead.pop_front()
+                {
+                    queues.guessing = true;
+                    queues.update_busy();
+                    return Some(Job { key, kind: Kind::Ahead });
+                }
+                queues = wait(&self.ahead_changed, queues);
+                continue;
+            }
+            if let Some(key) = queues.demand.pop_front() {
+                queues.running += 1;
+                return Some(Job { key, kind: Kind::Demand });
+            }
+            if let Some(key) = queues.warm.pop_front() {
+                queues.warming += 1;
+                return Some(Job { key, kind: Kind::Warm });
+            }
+            queues = wait(&self.changed, queues);
+        }
+    }
+
+    /// Says that a load from [`Jobs::next`] is over.
+    pub fn done(&self, job: &Job) {
+        let mut queues = self.lock();
+        match job.kind {
+            Kind::Demand => queues.running = queues.running.saturating_sub(1),
+            Kind::Warm => queues.warming = queues.warming.saturating_sub(1),
+            Kind::Ahead => queues.guessing = false,
+        }
+        queues.update_busy();
+        let (idle, warm) = (queues.is_idle(), queues.warm.is_empty() && queues.warming == 0);
+        drop(queues);
+        if idle {
+            self.ahead_changed.notify_all();
+        }
+        if warm {
+            self.warm_changed.notify_all();
+        }
+    }
+
+    /// Waits while others wait for a load and `unasked` says that nobody waits for this one. Whoever
+    /// asks for it makes that known and then calls [`Jobs::promote`].
+    pub fn wait_until_idle(&self, unasked: impl Fn() -> bool) {
+        loop {
+            let turn = self.lock().turns;
+            // Without the queue's lock: the layer's comes first.
+            if !unasked() {
+                return;
+            }
+            let mut queues = self.lock();
+            while queues.turns == turn && !queues.is_idle() && !queues.stop {
+                queues = wait(&self.ahead_changed, queues);
+            }
+            if queues.is_idle() || queues.stop {
+                return;
+            }
+        }
+    }
+
+    /// Times that room became free, to be given to [`Jobs::wait_for_room`].
+    pub fn room_signals(&self) -> u64 {
+        self.lock().room_signals
+    }
+
+    /// Waits until room has become free since `seen`; false when the cache ends.
+    pub fn wait_for_room(&self, seen: u64) -> bool {
+        let mut queues = self.lock();
+        while queues.room_signals == seen && !queues.stop {
+            queues = wait(&self.changed, queues);
+        }
+        !queues.stop
+    }
+
+    /// Says that room has become free.
+    pub fn signal_room(&self) {
+        self.lock().room_signals += 1;
+        self.changed.notify_all();
+    }
+
+    /// Waits until nothing is left to warm the cache with.
+    pub fn wait_until_warm(&self) {
+        let mut queues = self.lock();
+        while !queues.stop && !(queues.warm.is_empty() && queues.warming == 0) {
+            queues = wait(&self.warm_changed, queues);
+        }
+    }
+
+    /// Time in which loads that somebody waited for were queued or under way.
+    pub fn busy(&self, now: Instant) -> Duration {
+        self.lock().busy.total(now)
+    }
+
+    /// Time in which any loads were queued or under way, but for guesses that wait.
+    pub fn known(&self, now: Instant) -> Duration {
+        self.lock().known.total(now)
+    }
+
+    /// Share of recent time without those that somebody waited for.
+    pub fn idle_share(&self, now: Instant) -> f64 {
+        self.lock().busy.idle_share(now)
+    }
+
+    /// Ends the waiting of all threads.
+    pub fn stop(&self) {
+        self.lock().stop = true;
+        self.changed.notify_all();
+        self.ahead_changed.notify_all();
+        self.warm_changed.notify_all();
+    }
+}
+
+fn wait<'a>(condvar: &Condvar, queues: MutexGuard<'a, Queues>) -> MutexGuard<'a, Queues> {
+    condvar.wait(queues).unwrap_or_else(PoisonError::into_inner)
+}

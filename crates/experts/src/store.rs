@@ -1,0 +1,330 @@
+//! Where experts are read from: the model's own files, and drives that mirror some of them.
+//!
+//! Every replica of an expert is the same expert, so which one is read shows in nothing but time.
+//! The choice is a function of the expert and the weights of the drives alone; a drive that fails
+//! is left alone for a while, and the expert is read elsewhere within the same load.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use container::{ContainerError, Model, Shards};
+
+use crate::cache::Key;
+use crate::cache::counters::Counter;
+use crate::load::{ExpertSource, ExpertTable, LoadError, LoadMemory, load_expert};
+use crate::reader::{FileSet, IoMode, Pace, PageBuffer, ReadError, Reader, open_files};
+
+/// Loads for which a drive that failed is left alone, before it is tried again.
+const SICK_LOADS: u64 = 256;
+
+/// Says something to the user that is no error.
+pub type Notice = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// Why a mirror cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum MirrorError {
+    /// Its files.
+    #[error(transparent)]
+    Container(#[from] ContainerError),
+    /// Reading them.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// It is of another model.
+    #[error(
+        "mirror {}: expert {expert} of layer {layer} {problem}; make it anew with coli mirror stage",
+        dir.display()
+    )]
+    Other {
+        /// The mirror.
+        dir: PathBuf,
+        /// The layer.
+        layer: usize,
+        /// The expert.
+        expert: usize,
+        /// What is wrong.
+        problem: &'static str,
+    },
+}
+
+/// A directory with copies of experts on another drive.
+pub struct Mirror {
+    /// The directory, for messages.
+    pub dir: PathBuf,
+    /// Reads its files.
+    pub reader: Reader,
+    /// The experts it has.
+    pub experts: HashMap<Key, ExpertSource>,
+    /// Its share of the reads of what it has, beside 1 for the model's own files.
+    pub weight: f64,
+}
+
+impl Mirror {
+    /// Opens a mirror of `model`, whose experts `table` describes. Every expert of it must be one
+    /// of the model's, by the hashes that both record. `notice` is told when the files cannot be
+    /// read in `mode`.
+    pub fn open(
+        dir: PathBuf,
+        weight: f64,
+        model: &Model,
+        table: &ExpertTable,
+        mode: IoMode,
+        notice: &Notice,
+    ) -> Result<Mirror, MirrorError> {
+        let shards = Shards::open(std::slice::from_ref(&dir))?;
+        let mut experts = HashMap::new();
+        for (layer, expert, record) in shards.records().iter() {
+            let other = |problem| MirrorError::Other { dir: dir.clone(), layer, expert, problem };
+            if layer >= table.layers() || expert >= table.layer(layer).len() {
+                return Err(other("is not one of this model's"));
+            }
+            match model.expert_record(layer, expert) {
+                None => return Err(other("has no hash in the model; convert the model")),
+                Some(own) if own.blake3 != record.blake3 => {
+                    return Err(other("has other weights than the model's"));
+                }
+                Some(_) => {}
+            }
+            let key = (layer as u32, expert as u32);
+            let desc = table.expert(key).desc.clone();
+            let Some((sources, record)) = model.expert_in(&shards, layer, expert)? else {
+                return Err(other("has a record but not all its tensors"));
+            };
+            let fits = sources.iter().zip(desc.matrices()).all(|(source, desc)| {
+                (source.format, source.rows, source.cols)
+                    == (desc.format(), desc.rows(), desc.cols())
+            });
+            if !fits {
+                return Err(other("has another format than the model's"));
+            }
+            experts.insert(key, ExpertSource::new(desc, &sources, Some(&record)));
+        }
+        let opened = open_files(FileSet::open(&shards)?, mode);
+        if let Some(why) = opened.fallback {
+            notice(&format!("{}: {why}", dir.display()));
+        }
+        Ok(Mirror { dir, reader: Reader::new(opened.files), experts, weight })
+    }
+}
+
+/// How a drive does.
+#[derive(Debug, Default)]
+pub struct Health {
+    /// Experts read from it.
+    pub loads: Counter,
+    /// Loads that failed there.
+    pub failures: Counter,
+    /// Loads that went elsewhere because it had failed.
+    pub avoided: Counter,
+    /// Loads still to be avoided; 0 for a healthy drive.
+    sick_for: AtomicU64,
+}
+
+impl Health {
+    /// Whether the drive failed lately.
+    pub fn is_sick(&self) -> bool {
+        self.sick_for.load(Ordering::Relaxed) > 0
+    }
+
+    /// Whether to leave the drive alone now; counts down to the next trial.
+    fn avoid(&self) -> bool {
+        let less = |left: u64| left.checked_sub(1);
+        let avoid = self.sick_for.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+        // The last of them is the trial.
+        let avoid = avoid.is_ok_and(|left| left > 1);
+        if avoid {
+            self.avoided.add(1);
+        }
+        avoid
+    }
+
+    /// Notes a failure; true when the drive was healthy before.
+    fn fail(&self) -> bool {
+        self.failures.add(1);
+        self.sick_for.swap(SICK_LOADS, Ordering::Relaxed) == 0
+    }
+}
+
+/// The experts of a model and everywhere they can be read from.
+pub struct ExpertStore {
+    table: ExpertTable,
+    reader: Reader,
+    mirrors: Vec<Mirror>,
+    /// Of the model's own files, then of each mirror.
+    health: Vec<Health>,
+    notice: Notice,
+}
+
+impl ExpertStore {
+    /// The experts of `table`, read by `reader`.
+    pub fn new(table: ExpertTable, reader: Reader) -> ExpertStore {
+        let notice: Notice = Arc::new(|_| {});
+        ExpertStore { table, reader, mirrors: Vec::new(), health: vec![Health::default()], notice }
+    }
+
+    /// The store with mirrors; `notice` is told when a drive fails and when it works again.
+    pub fn with_mirrors(mut self, mirrors: Vec<Mirror>, notice: Notice) -> ExpertStore {
+        self.health = (0..=mirrors.len()).map(|_| Health::default()).collect();
+        ExpertStore { mirrors, notice, ..self }
+    }
+
+    /// The experts.
+    pub fn table(&self) -> &ExpertTable {
+        &self.table
+    }
+
+    /// The reader of the model's own files.
+    pub fn reader(&self) -> &Reader {
+        &self.reader
+    }
+
+    /// The mirrors, each with how it does.
+    pub fn mirrors(&self) -> impl Iterator<Item = (&Mirror, &Health)> {
+        self.mirrors.iter().zip(&self.health[1..])
+    }
+
+    /// How the model's own files do.
+    pub fn health(&self) -> &Health {
+        &self.health[0]
+    }
+
+    /// Bytes read so far, from everywhere.
+    pub fn bytes_read(&self) -> u64 {
+        let mirrors = self.mirrors.iter().map(|mirror| mirror.reader.bytes_read());
+        self.reader.bytes_read() + mirrors.sum::<u64>()
+    }
+
+    /// Bytes of working memory that any load may need.
+    pub fn load_memory_bytes(&self) -> u64 {
+        let own = self.table.iter().map(|source| source.buffer_bytes(&self.reader));
+        let mirrored = self.mirrors.iter().flat_map(|mirror| {
+            mirror.experts.values().map(|source| source.buffer_bytes(&mirror.reader))
+        });
+        own.chain(mirrored).max().unwrap_or(0)
+    }
+
+    /// Where an expert is on a drive: 0 is the model's own files.
+    fn replica(&self, at: usize, key: Key) -> Option<(&Reader, &ExpertSource)> {
+        match at.checked_sub(1) {
+            None => Some((&self.reader, self.table.expert(key))),
+            Some(mirror) => {
+                let mirror = &self.mirrors[mirror];
+                Some((&mirror.reader, mirror.experts.get(&key)?))
+            }
+        }
+    }
+
+    /// The drive that an expert is read from while all are well.
+    fn choose(&self, key: Key) -> usize {
+        let weights = self.mirrors.iter().map(|mirror| match mirror.experts.contains_key(&key) {
+            true => mirror.weight,
+            false => 0.0,
+        });
+        let total: f64 = 1.0 + weights.clone().sum::<f64>();
+        // The upper bits of a mixed index as a number below 1.
+        let mut at = (mixed(key) >> 11) as f64 / (1u64 << 53) as f64 * total - 1.0;
+        if at < 0.0 {
+            return 0;
+        }
+        let mut last = 0;
+        for (mirror, weight) in weights.enumerate() {
+            if weight > 0.0 {
+                last = mirror + 1;
+                at -= weight;
+                if at < 0.0 {
+                    return last;
+                }
+            }
+        }
+        last
+    }
+
+    /// Reads an expert into `slot`; see [`load_expert`]. Fails when it could be read nowhere, with
+    /// what the first drive said.
+    pub fn load(
+        &self,
+        key: Key,
+        name: &dyn Fn() -> String,
+        memory: &mut LoadMemory,
+        slot: &mut PageBuffer,
+        pace: &mut dyn Pace,
+    ) -> Result<(), LoadError> {
+        if self.mirrors.is_empty() {
+            self.health[0].loads.add(1);
+            let source = self.table.expert(key);
+            return load_expert(&self.reader, name, source, memory, slot, pace);
+        }
+        let chosen = self.choose(key);
+        let others = (0..self.health.len()).filter(|at| *at != chosen);
+        let mut avoided = None;
+        let mut first_error = None;
+        for at in std::iter::once(chosen).chain(others) {
+            let Some((reader, source)) = self.replica(at, key) else { continue };
+            if self.health[at].avoid() {
+                avoided = avoided.or(Some(at));
+                continue;
+            }
+            match self.load_at(at, reader, source, name, memory, slot, pace) {
+                Ok(()) => return Ok(()),
+                Err(error) => first_error = first_error.or(Some(error)),
+            }
+        }
+        // Nothing else has it: a drive that failed before is better than none.
+        if let Some(at) = avoided
+            && let Some((reader, source)) = self.replica(at, key)
+        {
+            match self.load_at(at, reader, source, name, memory, slot, pace) {
+                Ok(()) => return Ok(()),
+                Err(error) => first_error = first_error.or(Some(error)),
+            }
+        }
+        Err(first_error.unwrap_or_else(|| LoadError::Panicked { tensor: name() }))
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn load_at(
+        &self,
+        at: usize,
+        reader: &Reader,
+        source: &ExpertSource,
+        name: &dyn Fn() -> String,
+        memory: &mut LoadMemory,
+        slot: &mut PageBuffer,
+        pace: &mut dyn Pace,
+    ) -> Result<(), LoadError> {
+        let health = &self.health[at];
+        let place = || match at.checked_sub(1) {
+            None => "the model's own directory".to_owned(),
+            Some(mirror) => format!("the mirror {}", self.mirrors[mirror].dir.display()),
+        };
+        let was_sick = health.failures.get() > 0;
+        match load_expert(reader, name, source, memory, slot, pace) {
+            Ok(()) => {
+                health.loads.add(1);
+                if was_sick && health.sick_for.swap(0, Ordering::Relaxed) > 0 {
+                    (self.notice)(&format!("{} can be read again", place()));
+                }
+                Ok(())
+            }
+            Err(error) => {
+                if health.fail() {
+                    (self.notice)(&format!(
+                        "{} fails, its experts are read elsewhere: {error}",
+                        place()
+                    ));
+                }
+                Err(error)
+            }
+        }
+    }
+}
+
+/// A number that depends on all bits of a place in the model: finalisation of a 64-bit hash.
+fn mixed((layer, expert): Key) -> u64 {
+    let mut bits = u64::from(layer) << 32 | u64::from(expert);
+    bits = bits.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    bits = (bits ^ bits >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    bits = (bits ^ bits >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^ bits >> 31
+}
