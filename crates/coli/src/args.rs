@@ -381,8 +381,8 @@ pub struct ConvertArgs {
     #[arg(long, value_name = "GB", default_value = "4", value_parser = parse_gb)]
     pub shard_gb: u64,
     /// Layout of routed experts: r16k4 (each one run of bytes, as it is computed), r16k4-rans (the
-    /// same, entropy-coded: int4 only, fewer bytes for slow drives), canonical (rows, as other tools
-    /// read them)
+    /// same, entropy-coded: int4 only, fewer bytes for slow drives), canonical (rows, as other
+    /// tools read them)
     #[arg(long, value_name = "LAYOUT", default_value = "r16k4", value_parser = parse_layout)]
     pub layout: Layout,
     /// Compute threads [default: physical cores this process may use]

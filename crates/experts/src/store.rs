@@ -33,8 +33,8 @@ pub enum MirrorError {
     Read(#[from] ReadError),
     /// It is of another model.
     #[error(
-        "mirror {}: expert {expert} of layer {layer} {problem}; make it anew with coli mirror stage",
-        dir.display()
+        "mirror {}: expert {expert} of layer {layer} {problem}; \
+         make it anew with coli mirror stage", dir.display()
     )]
     Other {
         /// The mirror.

@@ -20,7 +20,9 @@ use crate::manifest::{
     DirLock, FileRecord, LOCK_FILE, MANIFEST_FILE, Manifest, SourceIdentity, record, write_durably,
 };
 use crate::plan::{Choice, Item, Plan};
-use crate::shard::{Canonical, Place, ShardWriter, Target, Unit, split, units, write_shards};
+use crate::shard::{
+    Canonical, Place, ShardSet, ShardWriter, TakePiece, Target, Unit, split, units,
+};
 
 /// Shard size when none is asked for.
 pub const SHARD_BYTES: u64 = 4_000_000_000;
@@ -125,16 +127,15 @@ impl Conversion {
             .map_err(LabError::write(&self.destination, "create"))?;
         let _lock = DirLock::take(&self.destination)?;
         let mut manifest = self.manifest.clone();
-        write_shards(
-            &self.destination,
-            self.layout,
-            &self.shards,
-            self.done,
-            &mut manifest,
+        let shards = ShardSet {
+            dir: &self.destination,
+            layout: self.layout,
+            shards: &self.shards,
+            done: self.done,
             target_of,
-            &mut |unit, shard| self.write_unit(unit, shard),
-            progress,
-        )?;
+        };
+        let write = &mut |unit: &Unit<Item>, shard: &mut ShardWriter| self.write_unit(unit, shard);
+        shards.write(&mut manifest, write, progress)?;
         self.manifest = manifest;
         // The source must be what it was when the run began, or two sources are mixed.
         let now = source_identity(&self.model, &self.reader)?;
@@ -196,11 +197,7 @@ impl Conversion {
     }
 
     /// Hands the canonical bytes of a target to `take`, block by block: weights and their scales.
-    fn each_piece(
-        &self,
-        item: &Item,
-        take: &mut dyn FnMut(&[u8], &[u8]) -> Result<(), LabError>,
-    ) -> Result<(), LabError> {
+    fn each_piece(&self, item: &Item, take: &mut TakePiece<'_>) -> Result<(), LabError> {
         let Item { source, target, .. } = item;
         let encode_error = |error| LabError::Encode { tensor: target.name.clone(), source: error };
         let desc =

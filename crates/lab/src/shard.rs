@@ -382,42 +382,64 @@ fn code(desc: &ExpertDesc, image: &[u8]) -> Option<[Vec<u8>; 3]> {
     Some(streams)
 }
 
-/// Writes the shards of a container that are not done yet, and keeps the manifest up to date.
-/// `write` puts one unit into its shard; `progress` is told bytes of units done and in all.
-pub fn write_shards<T>(
-    dir: &Path,
-    layout: Layout,
-    shards: &[Vec<Unit<T>>],
-    done: usize,
-    manifest: &mut Manifest,
-    target_of: impl Fn(&T) -> &Target + Copy,
-    write: &mut dyn FnMut(&Unit<T>, &mut ShardWriter) -> Result<(), LabError>,
-    progress: &mut dyn FnMut(u64, u64),
-) -> Result<(), LabError> {
-    let bytes = |unit: &Unit<T>| unit.parts().iter().map(|p| target_of(p).bytes()).sum::<u64>();
-    let total: u64 = shards.iter().flatten().map(bytes).sum();
-    let left: u64 = shards.iter().skip(done).flatten().map(bytes).sum();
-    check_space(dir, left)?;
-    manifest.store(dir)?;
-    let mut written = total - left;
-    progress(written, total);
-    for (index, units) in shards.iter().enumerate().skip(done) {
-        let name = shard_name(index, shards.len());
-        let mut shard = ShardWriter::create(&dir.join(&name), layout, units.iter(), target_of)?;
-        for unit in units {
-            write(unit, &mut shard)?;
-            written += bytes(unit);
-            progress(written, total);
-        }
-        shard.finish()?;
-        manifest.files.push(record(dir, &name)?);
-        manifest.store(dir)?;
+/// Puts one unit into its shard.
+pub type WriteUnit<'a, T> = dyn FnMut(&Unit<T>, &mut ShardWriter) -> Result<(), LabError> + 'a;
+/// Takes canonical bytes of some rows: weights and their scales.
+pub type TakePiece<'a> = dyn FnMut(&[u8], &[u8]) -> Result<(), LabError> + 'a;
+
+/// The shards of a container.
+pub struct ShardSet<'a, T> {
+    /// Its directory.
+    pub dir: &'a Path,
+    /// Layout of routed experts.
+    pub layout: Layout,
+    /// What each shard holds.
+    pub shards: &'a [Vec<Unit<T>>],
+    /// Shards that are written already.
+    pub done: usize,
+    /// What a part is to become.
+    pub target_of: fn(&T) -> &Target,
+}
+
+impl<T> ShardSet<'_, T> {
+    fn bytes(&self, unit: &Unit<T>) -> u64 {
+        unit.parts().iter().map(|part| (self.target_of)(part).bytes()).sum()
     }
-    Ok(())
+
+    /// Writes the shards that are not done yet, and keeps the manifest up to date. `progress` is
+    /// told bytes of units done and in all.
+    pub fn write(
+        &self,
+        manifest: &mut Manifest,
+        write: &mut WriteUnit<'_, T>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<(), LabError> {
+        let &ShardSet { dir, layout, shards, done, target_of } = self;
+        let total: u64 = shards.iter().flatten().map(|unit| self.bytes(unit)).sum();
+        let left: u64 = shards.iter().skip(done).flatten().map(|unit| self.bytes(unit)).sum();
+        check_space(dir, left)?;
+        manifest.store(dir)?;
+        let mut written = total - left;
+        progress(written, total);
+        for (index, units) in shards.iter().enumerate().skip(done) {
+            let name = shard_name(index, shards.len());
+            let path = dir.join(&name);
+            let mut shard = ShardWriter::create(&path, layout, units.iter(), target_of)?;
+            for unit in units {
+                write(unit, &mut shard)?;
+                written += self.bytes(unit);
+                progress(written, total);
+            }
+            shard.finish()?;
+            manifest.files.push(record(dir, &name)?);
+            manifest.store(dir)?;
+        }
+        Ok(())
+    }
 }
 
 /// Refuses to write `bytes` where less is free.
-pub(crate) fn check_space(dir: &Path, bytes: u64) -> Result<(), LabError> {
+fn check_space(dir: &Path, bytes: u64) -> Result<(), LabError> {
     #[cfg(unix)]
     if let Ok(stat) = rustix::fs::statvfs(dir) {
         let free = stat.f_bavail * stat.f_frsize;

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::error::LabError;
 use crate::manifest::{Manifest, SourceIdentity};
 use crate::plan::{full_name, synthetic_targets};
-use crate::shard::{Canonical, Place, ShardWriter, Target, Unit, split, units, write_shards};
+use crate::shard::{Canonical, Place, ShardSet, ShardWriter, Target, Unit, split, units};
 
 /// Shapes to start from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -233,7 +233,8 @@ pub fn write(
         }
     };
     let layout = options.layout;
-    write_shards(dir, layout, &shards, 0, &mut manifest, target_of, &mut write, progress)?;
+    let set = ShardSet { dir, layout, shards: &shards, done: 0, target_of };
+    set.write(&mut manifest, &mut write, progress)?;
     manifest.complete = true;
     manifest.store(dir)?;
     Ok(manifest)

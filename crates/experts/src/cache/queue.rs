@@ -238,8 +238,8 @@ impl Jobs {
         }
     }
 
-    /// Waits while others wait for a load and `unasked` says that nobody waits for this one. Whoever
-    /// asks for it makes that known and then calls [`Jobs::promote`].
+    /// Waits while others wait for a load and `unasked` says that nobody waits for this one.
+    /// Whoever asks for it makes that known and then calls [`Jobs::promote`].
     pub fn wait_until_idle(&self, unasked: impl Fn() -> bool) {
         loop {
             let turn = self.lock().turns;
@@ -280,7 +280,7 @@ impl Jobs {
     /// Waits until nothing is left to warm the cache with.
     pub fn wait_until_warm(&self) {
         let mut queues = self.lock();
-        while !queues.stop && !(queues.warm.is_empty() && queues.warming == 0) {
+        while !(queues.stop || queues.warm.is_empty() && queues.warming == 0) {
             queues = wait(&self.warm_changed, queues);
         }
     }
