@@ -112,8 +112,8 @@ pub struct EngineArgs {
     /// [default: buffered when all experts fit in memory, else direct]
     #[arg(long, value_name = "MODE", env = "COLI_IO", value_parser = parse_io)]
     pub io: Option<IoMode>,
-    /// What is read before it is asked for: off, or router (the next layer's likely experts, while
-    /// the drive is idle)
+    /// What is read before it is asked for, while the drive is idle: off, router (what the next
+    /// layer's router would choose now), or pairs (what most often followed, see --pairs)
     #[arg(
         long,
         value_name = "WHAT",
@@ -125,6 +125,28 @@ pub struct EngineArgs {
     /// The same as --prefetch off
     #[arg(long)]
     pub no_prefetch: bool,
+    /// Table of coli route pairs for --prefetch pairs
+    #[arg(long, value_name = "FILE", env = "COLI_PAIRS")]
+    pub pairs: Option<PathBuf>,
+    /// Experts of a layer that --prefetch pairs reads ahead at a time
+    #[arg(long, value_name = "K", env = "COLI_PAIRS_TOP", default_value_t = 4,
+          value_parser = parse_count)]
+    pub pairs_top: usize,
+    /// Layers that --prefetch pairs looks ahead, 1 or 2
+    #[arg(long, value_name = "D", env = "COLI_PAIRS_DISTANCE", default_value_t = 1,
+          value_parser = parse_distance)]
+    pub pairs_distance: usize,
+    /// Experts to keep in memory: auto (by the history of earlier turns), none, or a file with a
+    /// history
+    #[arg(long, value_name = "WHICH", env = "COLI_PIN", default_value = "auto",
+          value_parser = parse_pin)]
+    pub pin: Pin,
+    /// Leave the history of routed experts as it is
+    #[arg(long, env = "COLI_NO_USAGE")]
+    pub no_usage: bool,
+    /// Write what the routers choose to a file
+    #[arg(long, value_name = "FILE", env = "COLI_ROUTE_TRACE")]
+    pub route_trace: Option<PathBuf>,
     /// Directory with copies of experts on another drive, made by coli mirror stage; with =WEIGHT
     /// its share of the reads of what it has beside 1 for the model's own files. Repeatable
     #[arg(long, value_name = "DIR[=WEIGHT]", env = "COLI_MIRROR", value_delimiter = ':',
@@ -143,6 +165,19 @@ pub enum Prefetch {
     Off,
     /// Experts that the next layer's router would choose now.
     Router,
+    /// Experts that most often followed, by a table.
+    Pairs,
+}
+
+/// Which experts are kept in memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Pin {
+    /// By the history of earlier turns, where there is one.
+    Auto,
+    /// None.
+    None,
+    /// By a history that the user names.
+    File(PathBuf),
 }
 
 /// How tokens are chosen.
@@ -691,6 +726,19 @@ fn parse_level(text: &str) -> Result<Level, String> {
     let have: Vec<_> =
         Level::ALL.into_iter().filter(|l| l.is_available()).map(Level::name).collect();
     Err(format!("this CPU does not have it; it has {}", have.join(", ")))
+}
+
+fn parse_distance(text: &str) -> Result<usize, String> {
+    parse_count_up_to(text, experts::pairs::DISTANCE_MAX)
+}
+
+fn parse_pin(text: &str) -> Result<Pin, String> {
+    match text {
+        "auto" => Ok(Pin::Auto),
+        "none" => Ok(Pin::None),
+        "" => Err("must be auto, none or a file".to_owned()),
+        file => Ok(Pin::File(PathBuf::from(file))),
+    }
 }
 
 fn parse_io(text: &str) -> Result<IoMode, String> {

@@ -2,7 +2,7 @@
 //! binary into the user's data directory.
 
 use std::env;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use crate::failure::Failure;
@@ -31,6 +31,21 @@ fn search() -> Result<PathBuf, Failure> {
         }
     }
     unpack()
+}
+
+/// Whether a directory holds the bundled model, in a checkout or unpacked.
+pub fn is_bundled(dir: &Path) -> bool {
+    dir.ends_with(IN_CHECKOUT) || is_embedded(dir)
+}
+
+#[cfg(not(feature = "bundled-model"))]
+fn is_embedded(_dir: &Path) -> bool {
+    false
+}
+
+#[cfg(feature = "bundled-model")]
+fn is_embedded(dir: &Path) -> bool {
+    embedded::is_copy(dir)
 }
 
 #[cfg(not(feature = "bundled-model"))]
@@ -90,6 +105,14 @@ mod embedded {
     /// The manifest among the files: it has the hashes of all that matter.
     fn manifest() -> &'static [u8] {
         FILES.iter().find(|(name, _)| *name == MANIFEST_FILE).map_or(&[], |(_, bytes)| *bytes)
+    }
+
+    /// Whether a directory's manifest is the embedded one's: a copy, intact or not.
+    pub fn is_copy(dir: &Path) -> bool {
+        let path = dir.join(MANIFEST_FILE);
+        let bytes = manifest();
+        fs::metadata(&path).is_ok_and(|facts| facts.len() == bytes.len() as u64)
+            && fs::read(&path).is_ok_and(|found| found == bytes)
     }
 
     /// Whether a directory holds the embedded model. Its files are compared with the manifest's

@@ -9,7 +9,7 @@ use experts::local::StartError;
 use experts::{ExpertError, LedgerError, SidecarError};
 use lab::LabError;
 use models::ModelError;
-use runtime::{OpenError, StepError};
+use runtime::{OpenError, StepError, TraceError};
 
 /// Why a command did not succeed.
 #[derive(Debug)]
@@ -72,6 +72,12 @@ impl From<ContainerError> for Failure {
 impl From<SidecarError> for Failure {
     fn from(error: SidecarError) -> Self {
         Failure::Unusable(error.into())
+    }
+}
+
+impl From<TraceError> for Failure {
+    fn from(error: TraceError) -> Self {
+        Failure::Failed(error.into())
     }
 }
 

@@ -8,6 +8,7 @@ mod args;
 mod bundled;
 mod cmd;
 mod failure;
+mod history;
 mod input;
 mod interrupt;
 mod model;

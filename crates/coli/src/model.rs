@@ -4,14 +4,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use container::{Config, Family, Tokenizer};
+use experts::{Pairs, ReadAhead, RouteShape};
 use lab::manifest::Manifest;
 use models::Int8Classes;
 use numerics::{Activations, Isa, NUMERICS_VERSION};
 use runtime::{Engine, EngineOptions};
 
-use crate::args::{EngineArgs, ModelArgs, Prefetch, SamplingArgs};
+use crate::args::{EngineArgs, ModelArgs, Pin, Prefetch, SamplingArgs};
 use crate::bundled;
 use crate::failure::Failure;
+use crate::history::History;
 use crate::output;
 use crate::progress::Progress;
 
@@ -71,12 +73,36 @@ pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
         held_bytes: 0,
         io: args.io,
         mirrors: args.mirror.clone(),
-        read_ahead: args.prefetch != Prefetch::Off && !args.no_prefetch,
+        read_ahead: read_ahead(args)?,
         always_idle: false,
         fill: true,
-        routes: None,
+        route_trace: args.route_trace.clone(),
         notice: Arc::new(|text| note!("warning: {text}")),
     })
+}
+
+/// What `--prefetch` and its companions ask for.
+fn read_ahead(args: &EngineArgs) -> Result<ReadAhead, Failure> {
+    let asked = if args.no_prefetch { Prefetch::Off } else { args.prefetch };
+    if args.pairs.is_some() && asked != Prefetch::Pairs {
+        return Err(Failure::usage("--pairs has no effect without --prefetch pairs"));
+    }
+    match asked {
+        Prefetch::Off => Ok(ReadAhead::Off),
+        Prefetch::Router => Ok(ReadAhead::Router),
+        Prefetch::Pairs => {
+            let Some(file) = &args.pairs else {
+                return Err(Failure::usage(
+                    "--prefetch pairs needs --pairs FILE, a table of coli route pairs",
+                ));
+            };
+            let config = Config::load(&dirs(&args.model)?[0])?;
+            let shape = RouteShape { layers: config.all_layers(), experts: config.moe.experts };
+            let table = Pairs::load(file, shape)?;
+            let (top, distance) = (args.pairs_top, args.pairs_distance);
+            Ok(ReadAhead::Pairs { table: Arc::new(table), top, distance })
+        }
+    }
 }
 
 /// The classes of `--int8-classes`.
@@ -97,9 +123,17 @@ fn int8_classes(args: &EngineArgs) -> Result<Int8Classes, Failure> {
     Ok(Int8Classes::of(&classes))
 }
 
-/// Opens the engine with a progress bar and says what is in effect.
-pub fn open(args: &EngineArgs) -> Result<Engine, Failure> {
-    open_with(args, engine_options(args)?)
+/// Opens the engine with a progress bar, says what is in effect, and prepares its cache by the
+/// history.
+pub fn open(args: &EngineArgs) -> Result<(Engine, History), Failure> {
+    let engine = open_with(args, engine_options(args)?)?;
+    let history = History::open(args, &engine)?;
+    Ok((engine, history))
+}
+
+/// Finishes the route trace, if there is one.
+pub fn close(engine: &Engine) -> Result<(), Failure> {
+    Ok(engine.routes().flush_trace()?)
 }
 
 /// Context of benches where none is asked for: they need little, and several sessions of a model's
@@ -123,7 +157,13 @@ pub fn open_for_bench(
              lower --tokens or raise --ctx (the model's longest is {longest})"
         )));
     }
-    open_with(args, EngineOptions { held_bytes, sessions, context: Some(context), ..options })
+    let options = EngineOptions { held_bytes, sessions, context: Some(context), ..options };
+    let engine = open_with(args, options)?;
+    // A bench is the same whatever was run before, unless told otherwise.
+    if matches!(args.pin, Pin::File(_)) {
+        History::open(args, &engine)?;
+    }
+    Ok(engine)
 }
 
 fn open_with(args: &EngineArgs, options: EngineOptions) -> Result<Engine, Failure> {
@@ -169,7 +209,10 @@ fn print_banner(engine: &Engine, args: &EngineArgs) {
             Some(max) => format!("at most {max} per layer"),
         },
         engine.io().name(),
-        if engine.reads_ahead() { ", prefetch by router" } else { "" },
+        match engine.experts().read_ahead() {
+            ReadAhead::Off => String::new(),
+            other => format!(", prefetch by {}", other.name()),
+        },
     );
 }
 

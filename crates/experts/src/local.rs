@@ -1,6 +1,7 @@
 //! The backend that computes experts in this process, from its own cache or where they lie.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use formats::{EXPERTS_MAX, ExpertRef, ExpertWork, FfnError, expert_ffns, expert_of_row};
@@ -14,18 +15,49 @@ use crate::cache::counters::Tier;
 use crate::cache::{CacheOptions, ExpertCache, Lease, Wanted};
 use crate::ledger::{ByteClass, Ledger, LedgerError, Reservation};
 use crate::mapped::MappedExperts;
+use crate::pairs::{Pairs, Workspace};
 use crate::reader::FileSet;
 use crate::store::ExpertStore;
 
+/// What is read before it is asked for.
+#[derive(Clone, Debug, Default)]
+pub enum ReadAhead {
+    /// Nothing.
+    #[default]
+    Off,
+    /// What the next layer's router would choose now.
+    Router,
+    /// What most often followed a layer's experts.
+    Pairs {
+        /// What followed what.
+        table: Arc<Pairs>,
+        /// Experts of a layer that are read ahead at a time.
+        top: usize,
+        /// Layers ahead.
+        distance: usize,
+    },
+}
+
+impl ReadAhead {
+    /// Name, as flags have it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            ReadAhead::Off => "off",
+            ReadAhead::Router => "router",
+            ReadAhead::Pairs { .. } => "pairs",
+        }
+    }
+}
+
 /// Choices of a local backend.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct LocalOptions {
     /// Bytes of experts to keep; `None` takes all that the ledger has left.
     pub cache_bytes: Option<u64>,
     /// Most experts in memory per layer, for tests.
     pub per_layer_max: Option<usize>,
-    /// Whether experts that are likely to be needed soon are read ahead.
-    pub read_ahead: bool,
+    /// What is read before it is asked for.
+    pub read_ahead: ReadAhead,
     /// Read ahead however busy the drive is, for tests.
     pub always_idle: bool,
     /// Whether all experts are read at once when all of them fit.
@@ -75,6 +107,9 @@ enum Source {
 /// Experts of this machine.
 pub struct LocalExperts {
     source: Source,
+    read_ahead: ReadAhead,
+    /// For predictions from pairs: working memory and their result.
+    predicting: Mutex<(Workspace, Vec<u32>)>,
     wait_ns: AtomicU64,
     _memory: Vec<Reservation>,
 }
@@ -84,12 +119,12 @@ impl LocalExperts {
     /// expert and at most all of them.
     pub fn new(
         store: ExpertStore,
-        ledger: &std::sync::Arc<Ledger>,
+        ledger: &Arc<Ledger>,
         options: LocalOptions,
     ) -> Result<LocalExperts, StartError> {
         let (largest, total) = (store.table().slot_bytes_max(), store.table().total_bytes());
         let loaders = loaders(largest);
-        let in_flight = Self::in_flight_bytes(&store, options.read_ahead);
+        let in_flight = Self::in_flight_bytes(&store, &options.read_ahead);
         let in_flight = ledger.reserve(ByteClass::InFlight, in_flight)?;
         let wanted = options.cache_bytes.unwrap_or_else(|| ledger.free());
         let capacity_bytes = wanted.min(total).max(largest);
@@ -97,7 +132,11 @@ impl LocalExperts {
         let everything = capacity_bytes >= total && options.per_layer_max.is_none();
         let mut cache = CacheOptions::new(capacity_bytes, loaders);
         cache.per_layer_max = options.per_layer_max.map(|max| max.max(1));
-        if options.read_ahead && !everything {
+        let read_ahead = match everything {
+            true => ReadAhead::Off,
+            false => options.read_ahead,
+        };
+        if !matches!(read_ahead, ReadAhead::Off) {
             // Room for one at least, or there is nothing to read ahead into.
             cache.ahead_bytes = (AHEAD_EXPERTS * largest)
                 .min((capacity_bytes / AHEAD_SHARE).max(largest))
@@ -112,6 +151,8 @@ impl LocalExperts {
         }
         Ok(LocalExperts {
             source: Source::Cache(cache),
+            read_ahead,
+            predicting: Mutex::default(),
             wait_ns: AtomicU64::new(0),
             _memory: vec![in_flight, memory],
         })
@@ -122,18 +163,46 @@ impl LocalExperts {
     pub fn mapped(
         store: ExpertStore,
         files: &FileSet,
-        ledger: &std::sync::Arc<Ledger>,
+        ledger: &Arc<Ledger>,
     ) -> Result<LocalExperts, StartError> {
         let experts = MappedExperts::new(store, files)?;
         ledger.note_file_pages(experts.len_bytes());
-        let source = Source::Mapped(experts);
-        Ok(LocalExperts { source, wait_ns: AtomicU64::new(0), _memory: Vec::new() })
+        Ok(LocalExperts {
+            source: Source::Mapped(experts),
+            read_ahead: ReadAhead::Off,
+            predicting: Mutex::default(),
+            wait_ns: AtomicU64::new(0),
+            _memory: Vec::new(),
+        })
     }
 
     /// Bytes of read buffers that a backend over `store` holds.
-    pub fn in_flight_bytes(store: &ExpertStore, read_ahead: bool) -> u64 {
-        let threads = loaders(store.table().slot_bytes_max()) + usize::from(read_ahead);
+    pub fn in_flight_bytes(store: &ExpertStore, read_ahead: &ReadAhead) -> u64 {
+        let ahead = usize::from(!matches!(read_ahead, ReadAhead::Off));
+        let threads = loaders(store.table().slot_bytes_max()) + ahead;
         store.load_memory_bytes() * threads as u64
+    }
+
+    /// What is read before it is asked for.
+    pub fn read_ahead(&self) -> &ReadAhead {
+        &self.read_ahead
+    }
+
+    /// Reads what most often followed a layer's experts, where a table says so.
+    fn guess_by_pairs(&self, cache: &ExpertCache, layer: usize, experts: &[u32]) {
+        let ReadAhead::Pairs { table, top, distance } = &self.read_ahead else { return };
+        let mut predicting = self.predicting.lock().unwrap_or_else(PoisonError::into_inner);
+        let (workspace, likely) = &mut *predicting;
+        // The next layer's last: they are read first.
+        for distance in (1..=*distance).rev() {
+            let ahead = layer + distance;
+            if ahead >= cache.store().table().layers() {
+                continue;
+            }
+            table.predict(layer, distance, experts, usize::MAX, workspace, likely);
+            cache.retain_absent(ahead, likely, *top);
+            cache.guess(ahead, likely);
+        }
     }
 
     /// The cache; `None` when experts are computed where they lie.
@@ -275,6 +344,7 @@ impl ExpertBackend for LocalExperts {
         let wanted: SmallVec<[Wanted; FEW_EXPERTS]> =
             batch.iter().map(|expert| (expert.expert, expert.rows.len())).collect();
         let (ready, mut pending) = cache.request(layer, &wanted, batch.input.rows());
+        self.guess_by_pairs(cache, layer, batch.experts());
         meanwhile();
         add_all(compute, layer, batch, views(&ready), sum)?;
         drop(ready);
@@ -289,7 +359,8 @@ impl ExpertBackend for LocalExperts {
     }
 
     fn wants_guesses(&self) -> bool {
-        self.cache().is_some_and(|cache| cache.options().ahead_bytes > 0)
+        let has_room = self.cache().is_some_and(|cache| cache.options().ahead_bytes > 0);
+        has_room && matches!(self.read_ahead, ReadAhead::Router)
     }
 
     fn guess(&self, layer: usize, experts: &[u32]) {

@@ -9,17 +9,19 @@ use experts::local::StartError;
 use experts::reader::open_files;
 use experts::{
     ByteClass, ExpertBackend, ExpertStats, ExpertStore, FileSet, IoMode, Ledger, LedgerError,
-    LocalExperts, LocalOptions, Mirror, MirrorError, Notice, ReadError, Reader, Reservation,
+    LocalExperts, LocalOptions, Mirror, MirrorError, Notice, ReadAhead, ReadError, Reader,
+    Reservation, UsageShape,
 };
 use models::{
-    Activity, Family, Int8Classes, KvShape, ModelError, PAGE, Profile, RouteObserver, Row,
-    StepContext, open_family, planned_dense_bytes,
+    Activity, Family, Int8Classes, KvShape, ModelError, PAGE, Profile, Row, StepContext,
+    open_family, planned_dense_bytes,
 };
 use numerics::rope::RopeTable;
 use numerics::{Activations, Buf, Compute, Isa, Team};
 
 use crate::kv::{BatchKv, SequenceKv};
 use crate::machine::Machine;
+use crate::routing::{RouteLog, TraceError};
 use crate::session::{Session, StepError, Want, Work};
 
 /// Prefill chunk when none is asked for: large enough that each expert of a layer is read once
@@ -68,14 +70,14 @@ pub struct EngineOptions {
     pub io: Option<IoMode>,
     /// Directories with copies of experts on other drives, each with its share of reads beside 1.
     pub mirrors: Vec<(PathBuf, f64)>,
-    /// Whether experts that the next layer is likely to choose are read ahead.
-    pub read_ahead: bool,
+    /// What is read before it is asked for.
+    pub read_ahead: ReadAhead,
     /// Read ahead however busy the drive is, for tests.
     pub always_idle: bool,
     /// Whether all experts are read in the background when all fit in memory.
     pub fill: bool,
-    /// Is told what the routers choose.
-    pub routes: Option<Arc<dyn RouteObserver>>,
+    /// File to write what the routers choose to.
+    pub route_trace: Option<PathBuf>,
     /// Is told what is no error but worth knowing.
     pub notice: Notice,
 }
@@ -97,10 +99,10 @@ impl EngineOptions {
             held_bytes: 0,
             io: None,
             mirrors: Vec::new(),
-            read_ahead: true,
+            read_ahead: ReadAhead::Router,
             always_idle: false,
             fill: false,
-            routes: None,
+            route_trace: None,
             notice: Arc::new(|_| {}),
         }
     }
@@ -124,6 +126,9 @@ pub enum OpenError {
     /// A mirror of them.
     #[error(transparent)]
     Mirror(#[from] MirrorError),
+    /// The route trace.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
     /// A reservation.
     #[error(transparent)]
     Memory(#[from] LedgerError),
@@ -159,7 +164,7 @@ pub struct Engine {
     family: Box<dyn Family>,
     experts: Arc<LocalExperts>,
     io: IoMode,
-    routes: Option<Arc<dyn RouteObserver>>,
+    routes: RouteLog,
     compute: Compute,
     ledger: Arc<Ledger>,
     sessions: Arc<Ledger>,
@@ -255,11 +260,11 @@ impl Engine {
         let mirrors = mirrors.collect::<Result<Vec<_>, _>>()?;
         let store = ExpertStore::new(table, Reader::new(opened.files))
             .with_mirrors(mirrors, options.notice.clone());
-        let in_flight = LocalExperts::in_flight_bytes(&store, options.read_ahead);
+        let in_flight = LocalExperts::in_flight_bytes(&store, &options.read_ahead);
         let plan = Plan {
             process: machine.rss_bytes().unwrap_or(0),
             dense,
-            scratch: scratch + options.held_bytes,
+            scratch: scratch + options.held_bytes + RouteLog::bytes_of(usage_shape(config)),
             in_flight: if is_mapped { 0 } else { in_flight },
             expert: if is_mapped { 0 } else { largest },
         };
@@ -278,7 +283,7 @@ impl Engine {
         let local = LocalOptions {
             cache_bytes: None,
             per_layer_max: options.cache_experts,
-            read_ahead: options.read_ahead,
+            read_ahead: options.read_ahead.clone(),
             always_idle: options.always_idle,
             fill: options.fill,
         };
@@ -287,12 +292,13 @@ impl Engine {
         } else {
             LocalExperts::new(store, &ledger, local)?
         };
+        let routes = RouteLog::new(usage_shape(&model.config), options.route_trace.clone())?;
         Ok(Engine {
             model,
             family,
             experts: Arc::new(experts),
             io,
-            routes: options.routes.clone(),
+            routes,
             compute,
             ledger,
             sessions: Ledger::new(kv),
@@ -350,9 +356,9 @@ impl Engine {
         &self.experts
     }
 
-    /// Whether experts are read before they are asked for.
-    pub fn reads_ahead(&self) -> bool {
-        self.experts.wants_guesses()
+    /// What the routers chose.
+    pub fn routes(&self) -> &RouteLog {
+        &self.routes
     }
 
     /// How experts are read.
@@ -418,7 +424,7 @@ impl Engine {
             compute: &self.compute,
             profile,
             experts: &*self.experts,
-            routes: self.routes.as_deref(),
+            routes: Some(&self.routes),
         };
         let forward = self.family.forward(context, &rows, &mut kv, observe);
         profile.enter(Activity::Other);
@@ -494,6 +500,12 @@ impl Engine {
         }
         Ok(done)
     }
+}
+
+/// Shape of a model's history of routed experts.
+pub fn usage_shape(config: &Config) -> UsageShape {
+    let family = config.family.row().model_types.first().copied().unwrap_or_default();
+    UsageShape { layers: config.layers, experts: config.moe.experts, family }
 }
 
 /// Rotary numbers per head.

@@ -14,6 +14,7 @@ use serde_json::{Map, Value, json};
 use crate::args::ChatArgs;
 use crate::cmd::run::Stream;
 use crate::failure::Failure;
+use crate::history::History;
 use crate::progress::Progress;
 use crate::{Outcome, interrupt, model, output};
 
@@ -33,7 +34,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
     let dirs = model::dirs(&args.engine.model)?;
     let tokenizer = Tokenizer::load_required(&dirs[0])?;
     let template = ChatTemplate::load_required(&dirs[0])?;
-    let engine = model::open(&args.engine)?;
+    let (engine, history) = model::open(&args.engine)?;
     if let Some(on) = args.thinking {
         check_thinking(&engine, &template)?;
         note!("thinking {}", if on { "on" } else { "off" });
@@ -45,6 +46,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
     let mut chat = Chat {
         args,
         engine: &engine,
+        history: &history,
         tokenizer: &tokenizer,
         template: &template,
         sampler,
@@ -59,7 +61,8 @@ pub fn run(args: &ChatArgs) -> Outcome {
     interrupt::listen();
     if std::io::stdin().is_terminal() {
         note!("Type a message; /help lists commands.");
-        chat.talk_to_terminal()
+        chat.talk_to_terminal()?;
+        model::close(&engine)
     } else {
         let mut stdin = std::io::stdin().lock();
         loop {
@@ -74,7 +77,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
                 break;
             }
         }
-        if chat.failed { Err(Failure::Reported(1)) } else { Ok(()) }
+        if chat.failed { Err(Failure::Reported(1)) } else { model::close(&engine) }
     }
 }
 
@@ -109,6 +112,7 @@ fn short_figures(generated: &Generated, room: usize) -> String {
 struct Chat<'a> {
     args: &'a ChatArgs,
     engine: &'a Engine,
+    history: &'a History,
     tokenizer: &'a Tokenizer,
     template: &'a ChatTemplate,
     sampler: SamplerOptions,
@@ -270,6 +274,7 @@ impl Chat<'_> {
         drop(progress);
         stream.finish();
         let generated = generated?;
+        self.history.turn_done(self.engine);
         if generated.ids.is_empty() && generated.finish == FinishReason::Cancelled {
             // Stopped before the answer began: the message is taken back.
             if !more {
@@ -308,6 +313,7 @@ impl Chat<'_> {
                 ),
             ),
             ("expert hits, misses", format!("{}, {}", stats.hits, stats.misses)),
+            ("guessed experts used", stats.guessed_hits.to_string()),
             ("read", output::bytes(stats.bytes_read)),
             ("waited for reads", format!("{:.2} s", stats.wait_s)),
             ("peak RAM", peak.unwrap_or_else(|| "unknown".to_owned())),

@@ -29,7 +29,7 @@ struct Mismatch {
 
 pub fn run(args: &OracleArgs) -> Outcome {
     let reference = load(args)?;
-    let engine = model::open(&args.engine)?;
+    let (engine, _history) = model::open(&args.engine)?;
     let positions = reference.full_ids.len();
     if positions > engine.context() {
         return Err(Failure::usage(format!(
@@ -119,6 +119,7 @@ pub fn run(args: &OracleArgs) -> Outcome {
             say!("fingerprint {}", fingerprint.hex());
         }
     }
+    model::close(&engine)?;
     if mismatches.is_empty() && greedy_match == greedy.len() {
         Ok(())
     } else {

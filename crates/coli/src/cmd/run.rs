@@ -41,7 +41,7 @@ pub fn run(args: &RunArgs) -> Outcome {
     }
     // What no context of this model could hold is refused before its weights are loaded.
     check_fits(prompt.len(), args.engine.ctx.unwrap_or(config.max_position))?;
-    let engine = model::open(&args.engine)?;
+    let (engine, history) = model::open(&args.engine)?;
     let mut session = engine.session()?;
     check_fits(prompt.len(), session.context())?;
     if sampler.temperature > 0.0 {
@@ -71,6 +71,8 @@ pub fn run(args: &RunArgs) -> Outcome {
     drop(progress);
     let text = stream.finish();
     let generated = generated?;
+    history.turn_done(&engine);
+    model::close(&engine)?;
     if args.json {
         output::print_json(&json_figures(&engine, &generated, text, sampler));
     } else {
@@ -190,7 +192,7 @@ impl<'a> Stream<'a> {
 
 fn hit_rate(engine: &Engine) -> Option<f64> {
     let stats = engine.expert_stats();
-    let total = stats.hits + stats.misses;
+    let total = stats.hits + stats.guessed_hits + stats.misses;
     (total > 0).then(|| stats.hits as f64 / total as f64)
 }
 
@@ -262,7 +264,10 @@ fn json_figures(
         "tok_per_s": generated.tokens_per_s(),
         "ttft_ms": generated.ttft_s.map(|seconds| seconds * 1e3),
         "hit_rate": hit_rate(engine),
+        "guessed_hits": engine.expert_stats().guessed_hits,
         "bytes_read": engine.expert_stats().bytes_read,
+        "io": engine.io().name(),
+        "prefetch": engine.experts().read_ahead().name(),
         "peak_rss_bytes": Machine::default().peak_rss_bytes(),
         "numerics_version": NUMERICS_VERSION,
         "isa": engine.compute().isa.level().name(),

@@ -47,6 +47,8 @@ pub fn coli() -> Command {
     for (name, _) in std::env::vars_os().filter(|(n, _)| n.to_string_lossy().starts_with("COLI_")) {
         command.env_remove(name);
     }
+    // Tests leave no history and are the same whatever was run before.
+    command.env("COLI_NO_USAGE", "true").env("COLI_PIN", "none");
     command.current_dir(root()).stdin(Stdio::null());
     command
 }

@@ -359,6 +359,16 @@ impl ExpertCache {
         }
     }
 
+    /// Keeps the first `most` of a list of a layer's experts that are neither in memory nor being
+    /// read.
+    pub fn retain_absent(&self, layer: usize, experts: &mut Vec<u32>, most: usize) {
+        let state = self.shared.layers[layer].lock();
+        let absent =
+            |expert: &u32| matches!(state.entries.get(*expert as usize), Some(Entry::Absent));
+        experts.retain(absent);
+        experts.truncate(most);
+    }
+
     /// Reads experts in the background until the cache is full, in the order given.
     pub fn warm(&self, keys: impl IntoIterator<Item = Key>) {
         let shared = &self.shared;

@@ -1,0 +1,64 @@
+//! What a history of choices does to a cache: whom it expects, whom it keeps, and whom it exchanges
+//! when the present differs from the past.
+
+use crate::cache::policy::HALF_LIFE_ROWS;
+use crate::cache::{ExpertCache, Key};
+use crate::usage::Usage;
+
+/// Pins exchanged after a turn, at most: each is a few operations, the loads are done already.
+pub const SWAPS_PER_TURN: usize = 16;
+/// Eighths of an octave by which an expert must be worth more than a pinned one to take its place:
+/// twice as much.
+const HYSTERESIS: i64 = 8;
+
+/// Gives experts the scores that their history makes likely, pins the best of them if `pin` says
+/// so, and reads as many as fit in the background, the best first. Returns the number pinned.
+pub fn prepare(cache: &ExpertCache, usage: &Usage, top_k: usize, pin: bool) -> usize {
+    let mut experts: Vec<(Key, f64)> = Vec::new();
+    for layer in 0..cache.store().table().layers() {
+        let rows = usage.layer_total(layer) as f64 / top_k.max(1) as f64;
+        if rows == 0.0 {
+            continue;
+        }
+        // What so many rows would have earned in the long run; fewer rows earned less.
+        let long_run = HALF_LIFE_ROWS / std::f64::consts::LN_2;
+        let scale = (long_run / rows).min(1.0);
+        for (expert, count) in usage.layer(layer).iter().enumerate() {
+            let exists = expert < cache.store().table().layer(layer).len();
+            if *count > 0 && exists {
+                experts.push(((layer as u32, expert as u32), *count as f64 * scale));
+            }
+        }
+    }
+    cache.seed(experts.iter().copied());
+    experts.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+    let pinned = match pin {
+        true => experts.iter().take_while(|(key, _)| cache.pin(*key, true)).count(),
+        false => 0,
+    };
+    cache.warm(experts.into_iter().map(|(key, _)| key));
+    pinned
+}
+
+/// Lets pinned experts that are no longer worth it go, and pins others that are in memory in their
+/// place, [`SWAPS_PER_TURN`] at most. Returns the number exchanged. Called between steps.
+pub fn exchange(cache: &ExpertCache) -> usize {
+    let (mut pinned, mut free): (Vec<_>, Vec<_>) =
+        cache.residents().into_iter().partition(|(_, _, pinned)| *pinned);
+    pinned.sort_by_key(|(key, worth, _)| (*worth, *key));
+    free.sort_by_key(|(key, worth, _)| (-*worth, *key));
+    let mut exchanged = 0;
+    for ((out, least, _), (into, most, _)) in pinned.iter().zip(&free).take(SWAPS_PER_TURN) {
+        if *most < least + HYSTERESIS {
+            break;
+        }
+        cache.pin(*out, false);
+        if !cache.pin(*into, true) {
+            // Larger than the one before it; the old one stays.
+            cache.pin(*out, true);
+            break;
+        }
+        exchanged += 1;
+    }
+    exchanged
+}
