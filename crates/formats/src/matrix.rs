@@ -195,7 +195,7 @@ impl MatrixDesc {
             return check_values(format, cols, &data[..weights], &data[self.scales_at()..]);
         };
         for (at, tile) in data.chunks_exact(tile_bytes).enumerate() {
-            if tile::scales(&shape, tile).all(|scales| are_plain_scales(format, scales)) {
+            if has_plain_scales(format, &shape, tile) {
                 continue;
             }
             // Something unusual: the rules for canonical rows decide, and name the scale.
@@ -327,24 +327,31 @@ fn check_values(
     Ok(())
 }
 
-/// Whether the scales of a tile's head or group are all numbers that need no second look.
-fn are_plain_scales(format: Format, scales: &[u8]) -> bool {
-    let largest = largest_code(format);
+/// Whether the scales of a tile are all numbers that need no second look.
+fn has_plain_scales(format: Format, shape: &TileShape, tile: &[u8]) -> bool {
     match format {
         Format::Int8Row
         | Format::Int4Row
         | Format::Int2Row
         | Format::Int4Grouped(_)
         | Format::Int3G64 => {
-            let scales = scales.as_chunks::<4>().0;
-            let finite = |four: &[u8; 4]| (f32::from_le_bytes(*four) * largest).is_finite();
-            scales.iter().fold(true, |all, four| all & finite(four))
+            // The largest magnitude as bits, which vectorises. Codes reach powers of two, so the
+            // limit is exact.
+            let limit = (f32::MAX / largest_code(format)).to_bits();
+            let mut largest = [0; ROWS];
+            for scales in tile::scales(shape, tile) {
+                for (largest, four) in largest.iter_mut().zip(scales.as_chunks::<4>().0) {
+                    *largest = (*largest).max(u32::from_le_bytes(*four) & i32::MAX as u32);
+                }
+            }
+            largest.iter().all(|bits| *bits <= limit)
         }
-        Format::E8Iq3 => {
+        Format::E8Iq3 => tile::scales(shape, tile).all(|scales| {
             let finite = |two: &[u8; 2]| u16::from_le_bytes(*two) & 0x7c00 != 0x7c00;
             scales.as_chunks::<2>().0.iter().all(finite)
-        }
-        Format::Mxfp4 => scales.iter().all(|byte| *byte < MXFP4_OVERFLOW),
+        }),
+        Format::Mxfp4 => tile::scales(shape, tile)
+            .all(|scales| scales.iter().all(|byte| *byte < MXFP4_OVERFLOW)),
         // Kept row by row.
         Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8B128(_) => false,
     }

@@ -260,3 +260,39 @@ fn rotated_vectors_are_those_of_the_independent_implementation() {
         }
     }
 }
+
+#[test]
+fn bytes_in_place_are_checked_as_canonical_ones_are() {
+    use formats::{MatrixDesc, MatrixRef, QTensor};
+    for format in crate::support::FORMATS {
+        let (rows, cols) = (37, 320);
+        let values = crate::support::noise(rows * cols, 5);
+        let encoded = crate::support::encode(format, &values, cols);
+        let desc = MatrixDesc::for_matmul(format, rows, cols, false).unwrap();
+        let tensor = QTensor::from_canonical(desc, &encoded.weights, &encoded.scales).unwrap();
+        let image = tensor.view().data.to_vec();
+        desc.check(&image).unwrap();
+        assert!(desc.check(&image[1..]).is_err());
+        // What is stored gives back what it was made of.
+        let (mut weights, mut scales) = (Vec::new(), Vec::new());
+        let matrix = MatrixRef { desc, data: &image };
+        matrix.append_canonical(0..rows, &mut weights, &mut scales);
+        assert_eq!(weights, encoded.weights, "{format}");
+        let of_rows = desc.scale_range(0..rows).len();
+        assert_eq!(scales, encoded.scales[..of_rows], "{format}");
+        // A scale, or a plain weight, that is no number is found wherever it is, and as the
+        // canonical bytes would be refused.
+        let mut found = 0;
+        for at in (0..image.len() - 4).step_by(52) {
+            let mut bad = image.clone();
+            bad[at..at + 4].copy_from_slice(&[0xff; 4]);
+            let (mut weights, mut scales) = (Vec::new(), Vec::new());
+            let matrix = MatrixRef { desc, data: &bad };
+            matrix.append_canonical(0..rows, &mut weights, &mut scales);
+            let canonical = QTensor::zeroed(desc).store(0..rows, &weights, &scales);
+            assert_eq!(desc.check(&bad).is_err(), canonical.is_err(), "{format} byte {at}");
+            found += usize::from(canonical.is_err());
+        }
+        assert!(found > 0, "{format}");
+    }
+}
