@@ -523,6 +523,8 @@ pub enum BenchCommand {
     /// Generated tokens per second of a model that does not fit in memory, beside what its drive
     /// allows
     Stream(BenchStreamArgs),
+    /// Cache policies replayed on a route trace, beside the best that foresight could do
+    Cache(BenchCacheArgs),
     /// What a person waits for: a short chat turn and a question about a long document
     Ux(BenchUxArgs),
 }
@@ -608,6 +610,21 @@ pub struct BenchStreamArgs {
     pub options: BenchOptions,
     #[command(flatten)]
     pub engine: EngineArgs,
+}
+
+/// `coli bench cache`.
+#[derive(Args, Debug)]
+pub struct BenchCacheArgs {
+    /// Route trace, written by --route-trace
+    #[arg(long, value_name = "FILE")]
+    pub trace: PathBuf,
+    /// Cache sizes in percent of all experts, comma-separated
+    #[arg(long, value_name = "PERCENTS", value_delimiter = ',', default_value = "10,25,50",
+          value_parser = parse_percent)]
+    pub sizes: Vec<usize>,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `coli bench ux`.
@@ -726,6 +743,10 @@ fn parse_level(text: &str) -> Result<Level, String> {
     let have: Vec<_> =
         Level::ALL.into_iter().filter(|l| l.is_available()).map(Level::name).collect();
     Err(format!("this CPU does not have it; it has {}", have.join(", ")))
+}
+
+fn parse_percent(text: &str) -> Result<usize, String> {
+    parse_count_up_to(text, 100)
 }
 
 fn parse_distance(text: &str) -> Result<usize, String> {

@@ -15,6 +15,7 @@ pub mod pairs;
 pub mod pins;
 pub mod reader;
 pub mod sidecar;
+pub mod simulate;
 pub mod store;
 pub mod trace;
 pub mod usage;

@@ -350,8 +350,9 @@ fn has_plain_scales(format: Format, shape: &TileShape, tile: &[u8]) -> bool {
             let finite = |two: &[u8; 2]| u16::from_le_bytes(*two) & 0x7c00 != 0x7c00;
             scales.as_chunks::<2>().0.iter().all(finite)
         }),
-        Format::Mxfp4 => tile::scales(shape, tile)
-            .all(|scales| scales.iter().all(|byte| *byte < MXFP4_OVERFLOW)),
+        Format::Mxfp4 => {
+            tile::scales(shape, tile).all(|scales| scales.iter().all(|byte| *byte < MXFP4_OVERFLOW))
+        }
         // Kept row by row.
         Format::F32 | Format::Bf16 | Format::F16 | Format::Fp8B128(_) => false,
     }

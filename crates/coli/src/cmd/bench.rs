@@ -4,6 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use container::{ChatTemplate, Tokenizer};
+use experts::simulate::{Policy, Replay};
+use experts::{RouteShape, Trace};
 use formats::Format;
 use lab::bench::{self, KernelFigures, KernelOptions, READ_BYTES, Rates, Scenario};
 use numerics::{Activations, Isa, Level, Team};
@@ -12,8 +14,8 @@ use runtime::machine::Machine;
 use serde_json::{Value, json};
 
 use crate::args::{
-    BenchArgs, BenchCommand, BenchDecodeArgs, BenchIoArgs, BenchKernelsArgs, BenchPrefillArgs,
-    BenchStreamArgs, BenchUxArgs,
+    BenchArgs, BenchCacheArgs, BenchCommand, BenchDecodeArgs, BenchIoArgs, BenchKernelsArgs,
+    BenchPrefillArgs, BenchStreamArgs, BenchUxArgs,
 };
 use crate::failure::Failure;
 use crate::{Outcome, model, output};
@@ -30,6 +32,7 @@ pub fn run(args: &BenchArgs) -> Outcome {
         BenchCommand::Kernels(args) => kernels(args),
         BenchCommand::Io(args) => io(args),
         BenchCommand::Stream(args) => stream(args),
+        BenchCommand::Cache(args) => cache(args),
         BenchCommand::Ux(args) => ux(args),
     }
 }
@@ -247,6 +250,49 @@ fn io(args: &BenchIoArgs) -> Outcome {
             figures.device_ratio() * 100.0
         );
     }
+    Ok(())
+}
+
+fn cache(args: &BenchCacheArgs) -> Outcome {
+    let trace = Trace::load(&args.trace, RouteShape::ANY)?;
+    let replay = Replay::of(&trace);
+    let (uses, experts) = (replay.uses(), replay.all_experts());
+    if uses == 0 {
+        let file = args.trace.display();
+        return Err(Failure::usage(format!("{file}: the trace has no calls; record one again")));
+    }
+    let mut sizes = Vec::new();
+    let header = ["cache", "experts", "LRU", "LFU", "ours", "static", "Belady", "gap to Belady"];
+    let mut rows = vec![header.iter().map(|cell| (*cell).to_owned()).collect::<Vec<_>>()];
+    for percent in &args.sizes {
+        let slots = (experts * percent / 100).max(1);
+        let rate = |policy| replay.hits(policy, slots) as f64 / uses as f64;
+        let rates = Policy::ALL.map(rate);
+        let gap = rates[Policy::Belady as usize] - rates[Policy::Ours as usize];
+        let mut row = vec![format!("{percent} %"), slots.to_string()];
+        row.extend(rates.iter().map(|rate| format!("{:.1} %", rate * 100.0)));
+        row.push(format!("{:.1} points", gap * 100.0));
+        rows.push(row);
+        let named = Policy::ALL.iter().zip(rates);
+        let named = named.map(|(policy, rate)| (policy.name().to_owned(), json!(rate)));
+        let hit_rates: serde_json::Map<String, Value> = named.collect();
+        sizes.push(json!({
+            "percent": percent, "experts": slots, "hit_rates": hit_rates, "belady_gap": gap,
+        }));
+    }
+    if args.json {
+        output::print_json(&json!({"uses": uses, "experts": experts, "sizes": sizes}));
+        return Ok(());
+    }
+    say!(
+        "{} of {} in {} calls; hit rates:",
+        output::counted(uses as usize, "use"),
+        output::counted(experts, "expert"),
+        output::count(trace.calls().len() as u64)
+    );
+    let right = [false, true, true, true, true, true, true, true];
+    say_part!("{}", output::table(&rows, &right));
+    say!("static and Belady know the whole trace beforehand");
     Ok(())
 }
 

@@ -6,8 +6,9 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 
 use smallvec::SmallVec;
 
+use super::policy::coldest_layer;
 use super::queue::{Job, Kind};
-use super::{Account, Entry, Key, Layer, NOTHING, Shared, Slot};
+use super::{Account, Entry, Key, Layer, Shared, Slot};
 use crate::load::{LoadError, LoadMemory};
 use crate::reader::{AtOnce, Pace, PageBuffer};
 
@@ -83,12 +84,11 @@ impl Shared {
     fn evict_coldest(&self, account: &mut Account, of_layer: Option<usize>) -> bool {
         let mut tried: SmallVec<[usize; 16]> = SmallVec::new();
         loop {
-            let floor_of = |layer: &usize| self.layers[*layer].floor.load(Ordering::Relaxed);
+            let open = |layer: &usize| !tried.contains(layer);
+            let floor_of = |layer: usize| (layer, self.layers[layer].floor.load(Ordering::Relaxed));
             let coldest = match of_layer {
-                Some(layer) => Some(layer).filter(|layer| !tried.contains(layer)),
-                None => (0..self.layers.len())
-                    .filter(|layer| floor_of(layer) != NOTHING && !tried.contains(layer))
-                    .min_by_key(floor_of),
+                Some(layer) => Some(layer).filter(open),
+                None => coldest_layer((0..self.layers.len()).filter(open).map(floor_of)),
             };
             let Some(layer) = coldest else { return false };
             let shard = &self.layers[layer];

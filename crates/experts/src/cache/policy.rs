@@ -9,7 +9,7 @@
 //! least recently chosen of a bucket first; every operation touches a constant number of them.
 
 /// Rows of a layer after which a choice counts half.
-pub const HALF_LIFE_ROWS: f64 = 1024.0;
+pub const HALF_LIFE_ROWS: f64 = 128.0;
 /// Buckets per doubling of the score.
 const PER_OCTAVE: f64 = 8.0;
 /// Buckets: 128 octaves, far more than scores that differ can span.
@@ -18,6 +18,11 @@ const BUCKETS: usize = 1024;
 const NEVER: f64 = f64::NEG_INFINITY;
 /// How cold a layer is from which nothing can go.
 pub const NOTHING: i64 = i64::MAX;
+
+/// Of layers with their floors, the one whose coldest expert is worth least.
+pub fn coldest_layer(floors: impl Iterator<Item = (usize, i64)>) -> Option<usize> {
+    floors.filter(|(_, floor)| *floor != NOTHING).min_by_key(|(_, floor)| *floor).map(|at| at.0)
+}
 
 /// Scores of a layer's experts and the order in which those that may go would.
 #[derive(Debug)]
