@@ -69,6 +69,7 @@ pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
         context: args.ctx,
         sessions: 1,
         prefill_chunk: args.prefill_chunk,
+        cache_bytes: None,
         cache_experts: args.cache_experts,
         held_bytes: 0,
         io: args.io,

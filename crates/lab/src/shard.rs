@@ -9,7 +9,7 @@ use container::header::{LENGTH_BYTES, PAD_PREFIX};
 use container::record::{RECORD_ALIGN, RECORDS_KEY, row_json};
 use container::source::SCALE_ENDING;
 use container::stamp::STAMP_KEY;
-use formats::{Arrangement, ExpertDesc, Format, MatrixDesc, ScaleType, rans};
+use formats::{Arrangement, ExpertDesc, Format, MatrixDesc, MatrixRef, ScaleType, rans};
 use serde_json::{Map, Value, json};
 
 use crate::error::LabError;
@@ -270,15 +270,10 @@ impl ShardWriter {
         }
         let desc = ExpertDesc { gate: descs[0], up: descs[1], down: descs[2] };
         let mut image = vec![0; desc.bytes()];
-        let mut hasher = blake3::Hasher::new();
         for (at, (weights, scales)) in canonical.iter().enumerate() {
             desc.store(at, weights, scales, &mut image).map_err(failed(at))?;
-            // The e8 tag is none of the weights: it is left out here as it is in tiles.
-            let of_rows = descs[at].scale_range(0..targets[at].rows).len().min(scales.len());
-            hasher.update(weights).update(&scales[..of_rows]);
         }
-        let mut blake3 = [0; 16];
-        blake3.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+        let blake3 = identity(&desc, &image);
 
         self.pad_to(self.at.next_multiple_of(RECORD_ALIGN));
         let start = self.at;
@@ -370,6 +365,24 @@ impl ShardWriter {
         fs::rename(&self.temporary, &self.path).map_err(LabError::write(&self.path, "name"))?;
         sync_dir(&self.path)
     }
+}
+
+/// The identity of an expert: the first half of the BLAKE3 of its canonical bytes, weights and then
+/// scales of gate, up and down. Bits of a row's last byte that belong to no weight count as zero,
+/// and the tag of e8 is left out: neither survives in every layout.
+pub fn identity(desc: &ExpertDesc, image: &[u8]) -> [u8; 16] {
+    let mut hasher = blake3::Hasher::new();
+    let (mut weights, mut scales) = (Vec::new(), Vec::new());
+    for (desc, range) in desc.matrices().into_iter().zip(desc.ranges()) {
+        let matrix = MatrixRef { desc: *desc, data: &image[range] };
+        weights.clear();
+        scales.clear();
+        matrix.append_canonical(0..desc.rows(), &mut weights, &mut scales);
+        hasher.update(&weights).update(&scales);
+    }
+    let mut identity = [0; 16];
+    identity.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+    identity
 }
 
 /// The coded streams of an expert; `None` when one of its matrices has a format that is not coded.

@@ -61,6 +61,8 @@ pub struct EngineOptions {
     pub sessions: usize,
     /// Tokens per prefill step.
     pub prefill_chunk: usize,
+    /// Most bytes of experts in memory; `None` takes what the ceiling leaves.
+    pub cache_bytes: Option<u64>,
     /// Most experts in memory per layer, for tests.
     pub cache_experts: Option<usize>,
     /// Bytes under the ceiling that the caller holds itself.
@@ -95,6 +97,7 @@ impl EngineOptions {
             context: None,
             sessions: 1,
             prefill_chunk: PREFILL_CHUNK,
+            cache_bytes: None,
             cache_experts: None,
             held_bytes: 0,
             io: None,
@@ -281,7 +284,7 @@ impl Engine {
         let family =
             open_family(&model, &reader, &ledger, context, options.int8_classes, progress)?;
         let local = LocalOptions {
-            cache_bytes: None,
+            cache_bytes: options.cache_bytes.map(|bytes| bytes.min(ledger.free())),
             per_layer_max: options.cache_experts,
             read_ahead: options.read_ahead.clone(),
             always_idle: options.always_idle,

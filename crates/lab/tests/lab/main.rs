@@ -1,3 +1,4 @@
 //! The engine on synthetic models, which can be longer than the fixtures.
 
+mod layouts;
 mod long_context;
