@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use container::{ContainerError, Model, Shards};
+use smallvec::SmallVec;
 
 use crate::cache::Key;
 use crate::cache::counters::Counter;
@@ -117,7 +118,7 @@ pub struct Health {
     pub failures: Counter,
     /// Loads that went elsewhere because it had failed.
     pub avoided: Counter,
-    /// Loads still to be avoided; 0 for a healthy drive.
+    /// Loads to be avoided, and the trial after them; 0 for a healthy drive.
     sick_for: AtomicU64,
 }
 
@@ -129,10 +130,9 @@ impl Health {
 
     /// Whether to leave the drive alone now; counts down to the next trial.
     fn avoid(&self) -> bool {
-        let less = |left: u64| left.checked_sub(1);
-        let avoid = self.sick_for.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
-        // The last of them is the trial.
-        let avoid = avoid.is_ok_and(|left| left > 1);
+        // At the last it is tried until it works or fails again.
+        let less = |left: u64| (left > 1).then(|| left - 1);
+        let avoid = self.sick_for.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok();
         if avoid {
             self.avoided.add(1);
         }
@@ -217,27 +217,13 @@ impl ExpertStore {
 
     /// The drive that an expert is read from while all are well.
     fn choose(&self, key: Key) -> usize {
-        let weights = self.mirrors.iter().map(|mirror| match mirror.experts.contains_key(&key) {
-            true => mirror.weight,
-            false => 0.0,
-        });
-        let total: f64 = 1.0 + weights.clone().sum::<f64>();
-        // The upper bits of a mixed index as a number below 1.
-        let mut at = (mixed(key) >> 11) as f64 / (1u64 << 53) as f64 * total - 1.0;
-        if at < 0.0 {
-            return 0;
-        }
-        let mut last = 0;
-        for (mirror, weight) in weights.enumerate() {
-            if weight > 0.0 {
-                last = mirror + 1;
-                at -= weight;
-                if at < 0.0 {
-                    return last;
-                }
-            }
-        }
-        last
+        let mut weights: SmallVec<[f64; 4]> = SmallVec::from_slice(&[1.0]);
+        weights.extend(
+            self.mirrors
+                .iter()
+                .map(|mirror| if mirror.experts.contains_key(&key) { mirror.weight } else { 0.0 }),
+        );
+        choose_among(key, &weights)
     }
 
     /// Reads an expert into `slot`; see [`load_expert`]. Fails when it could be read nowhere, with
@@ -318,6 +304,22 @@ impl ExpertStore {
             }
         }
     }
+}
+
+/// Which of several drives an expert is read from: each gets the share of its weight, and a drive
+/// of weight 0 nothing. A function of the expert and the weights alone.
+pub fn choose_among(key: Key, weights: &[f64]) -> usize {
+    // The upper bits of a mixed place as a number below 1.
+    let mut at = (mixed(key) >> 11) as f64 / (1u64 << 53) as f64 * weights.iter().sum::<f64>();
+    let mut last = 0;
+    for (drive, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight > 0.0) {
+        last = drive;
+        at -= weight;
+        if at < 0.0 {
+            break;
+        }
+    }
+    last
 }
 
 /// A number that depends on all bits of a place in the model: finalisation of a 64-bit hash.

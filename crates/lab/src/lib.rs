@@ -5,6 +5,7 @@ pub mod check;
 pub mod convert;
 mod error;
 pub mod manifest;
+pub mod mirror;
 pub mod plan;
 pub mod score;
 pub mod shard;

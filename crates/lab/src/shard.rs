@@ -4,11 +4,11 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use container::Layout;
 use container::header::{LENGTH_BYTES, PAD_PREFIX};
 use container::record::{RECORD_ALIGN, RECORDS_KEY, row_json};
 use container::source::SCALE_ENDING;
 use container::stamp::STAMP_KEY;
+use container::{ByteRange, Layout, QSource, Record};
 use formats::{Arrangement, ExpertDesc, Format, MatrixDesc, MatrixRef, ScaleType, rans};
 use serde_json::{Map, Value, json};
 
@@ -292,6 +292,42 @@ impl ShardWriter {
         let bytes = &bytes[..len as usize];
         self.write(self.data_start + start, bytes)?;
         let row = row_json(start, len, &blake3, crc32c::crc32c(bytes));
+        self.records.insert(format!("{layer}.{expert}"), row);
+        Ok(())
+    }
+
+    /// Writes an expert's record as another file has it: the same bytes, places and hashes.
+    pub fn copy_record(
+        &mut self,
+        (layer, expert): (usize, usize),
+        targets: &[Target; 3],
+        sources: &[QSource; 3],
+        record: &Record,
+        bytes: &[u8],
+    ) -> Result<(), LabError> {
+        self.pad_to(self.at.next_multiple_of(RECORD_ALIGN));
+        let start = self.at;
+        for (target, source) in targets.iter().zip(sources) {
+            let place = |range: &ByteRange| start + (range.offset - record.offset);
+            self.pad_to(place(&source.weights));
+            match source.layout {
+                Layout::Canonical => {
+                    self.stamps.insert(target.name.clone(), json!(target.format.to_string()));
+                    let (dtype, shape) = (target.dtype(), target.shape());
+                    self.entry(target.name.clone(), dtype, shape, target.weight_bytes());
+                    if let Some(scales) = &source.scales {
+                        self.pad_to(place(scales));
+                        self.place_scales(target);
+                    }
+                }
+                Layout::R16k4 | Layout::R16k4Rans => {
+                    self.tiles(target, source.layout, source.weights.len as usize);
+                }
+            }
+        }
+        self.pad_to(start + record.len);
+        self.write(self.data_start + start, bytes)?;
+        let row = row_json(start, record.len, &record.blake3, record.crc32c);
         self.records.insert(format!("{layer}.{expert}"), row);
         Ok(())
     }

@@ -5,6 +5,7 @@ pub mod chat;
 pub mod convert;
 pub mod doctor;
 pub mod info;
+pub mod mirror;
 pub mod oracle;
 pub mod route;
 pub mod run;

@@ -5,5 +5,6 @@ mod commands;
 mod convert;
 mod hostile;
 mod memory;
+mod mirror;
 mod route;
 mod support;

@@ -2,5 +2,6 @@
 
 mod cache;
 mod faults;
+mod mirror;
 mod support;
 mod usage;

@@ -1,0 +1,198 @@
+//! Copies of experts on another drive: which, written as records, and compared with the model.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use container::{Layout, Model, QSource, Record};
+use experts::load::{ExpertSource, ExpertTable, LoadMemory, load_expert};
+use experts::reader::{AtOnce, PageBuffer};
+use experts::usage::model_id;
+use experts::{FileSet, LoadError, Reader, Usage};
+
+use crate::convert::SHARD_BYTES;
+use crate::error::LabError;
+use crate::manifest::{DirLock, Manifest, SourceIdentity};
+use crate::shard::{ShardSet, ShardWriter, Target, Unit, identity, split};
+
+/// The experts of a mirror.
+#[derive(Clone, Debug)]
+pub struct MirrorPlan {
+    /// Layers and experts, those that are chosen most first.
+    pub experts: Vec<(usize, usize)>,
+    /// Bytes of their records.
+    pub bytes: u64,
+    /// Share of the choices of the history that they had; without one their share of all experts.
+    pub share: f64,
+}
+
+/// The experts with the most choices that fit in `budget_bytes`; without a history a choice spread
+/// over all layers. A model whose experts have no records is refused.
+pub fn plan(
+    model: &Model,
+    usage: Option<&Usage>,
+    budget_bytes: u64,
+) -> Result<MirrorPlan, LabError> {
+    let mut records: Vec<_> = model.shards.records().iter().collect();
+    if records.is_empty() {
+        return Err(LabError::Request(
+            "this model has no records of its experts, which a mirror copies; convert it first: \
+             coli convert SRC DST"
+                .to_owned(),
+        ));
+    }
+    let count_of = |layer: usize, expert: usize| {
+        let counts = usage.filter(|usage| layer <= usage.shape().layers);
+        counts.and_then(|usage| usage.layer(layer).get(expert).copied()).unwrap_or(0)
+    };
+    // Layers beyond the decoder's are not read from drives again and again.
+    records.retain(|(layer, _, _)| *layer < model.config.layers);
+    // Of equals the lower number of every layer before the next number of any.
+    records.sort_by_key(|(layer, expert, _)| {
+        (std::cmp::Reverse(count_of(*layer, *expert)), *expert, *layer)
+    });
+    let weight = |layer, expert| if usage.is_some() { count_of(layer, expert) } else { 1 };
+    let total: u64 = records.iter().map(|(layer, expert, _)| weight(*layer, *expert)).sum();
+    let mut plan = MirrorPlan { experts: Vec::new(), bytes: 0, share: 0.0 };
+    let mut covered = 0;
+    for (layer, expert, record) in records {
+        if plan.bytes + record.len > budget_bytes {
+            break;
+        }
+        plan.bytes += record.len;
+        covered += weight(layer, expert);
+        plan.experts.push((layer, expert));
+    }
+    plan.share = covered as f64 / total.max(1) as f64;
+    if plan.experts.is_empty() {
+        return Err(LabError::Request(format!(
+            "not one expert fits in a budget of {budget_bytes} bytes; give a larger --budget"
+        )));
+    }
+    Ok(plan)
+}
+
+/// Writes a mirror: the records of the planned experts, byte for byte. `progress` is told bytes
+/// done and in all.
+pub fn stage(
+    model: &Model,
+    plan: &MirrorPlan,
+    dir: &Path,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Manifest, LabError> {
+    if fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some()) {
+        return Err(LabError::Request(format!(
+            "{} is not empty; choose another destination",
+            dir.display()
+        )));
+    }
+    let reader = Reader::new(Arc::new(FileSet::open(&model.shards)?));
+    let mut units = Vec::new();
+    for &(layer, expert) in &plan.experts {
+        let (sources, _) = recorded(model, layer, expert)?;
+        let target = |source: QSource| {
+            let QSource { name, format, rows, cols, .. } = source;
+            Target { name, format, rows, cols, vector: false }
+        };
+        let parts = Box::new(sources.map(target));
+        units.push(Unit::Expert { layer, expert, parts });
+    }
+    // In the order of layers, as every container is.
+    units.sort_by_key(|unit| match unit {
+        Unit::Expert { layer, expert, .. } => (*layer, *expert),
+        Unit::Tensor(_) => (0, 0),
+    });
+    fs::create_dir_all(dir).map_err(LabError::write(dir, "create"))?;
+    let _lock = DirLock::take(dir)?;
+    fn itself(target: &Target) -> &Target {
+        target
+    }
+    let source =
+        SourceIdentity { name: "mirror".to_owned(), blake3: model_id(&model.table_hash()?) };
+    let mut manifest = Manifest::new(source, Default::default());
+    let shards = split(units, SHARD_BYTES, itself);
+    let set = ShardSet { dir, layout: Layout::R16k4, shards: &shards, done: 0, target_of: itself };
+    let mut bytes = Vec::new();
+    let mut write = |unit: &Unit<Target>, shard: &mut ShardWriter| {
+        let Unit::Expert { layer, expert, parts } = unit else { return Ok(()) };
+        let (sources, record) = recorded(model, *layer, *expert)?;
+        bytes.resize(record.len as usize, 0);
+        reader.read_exact(record.file, record.offset, &mut bytes)?;
+        let found = crc32c::crc32c(&bytes);
+        if found != record.crc32c {
+            return Err(LabError::from(LoadError::Checksum {
+                expert: format!("layer {layer} expert {expert}"),
+                path: reader.path(record.file).to_owned(),
+                offset: record.offset,
+                recorded: record.crc32c,
+                found,
+            }));
+        }
+        shard.copy_record((*layer, *expert), parts, &sources, &record, &bytes)
+    };
+    set.write(&mut manifest, &mut write, progress)?;
+    manifest.complete = true;
+    manifest.store(dir)?;
+    Ok(manifest)
+}
+
+/// An expert that the plan took from the records.
+fn recorded(
+    model: &Model,
+    layer: usize,
+    expert: usize,
+) -> Result<([QSource; 3], Record), LabError> {
+    let found = model.expert_in(&model.shards, layer, expert)?;
+    found.ok_or_else(|| {
+        LabError::Request(format!(
+            "expert {expert} of layer {layer} has a record but not all its tensors; \
+             fetch or convert the model again"
+        ))
+    })
+}
+
+/// Reads every expert of a mirror. `bad` is told those whose bytes, weights or hashes are not the
+/// model's. Returns the number of experts read.
+pub fn verify(
+    model: &Model,
+    dir: &Path,
+    bad: &mut dyn FnMut(usize, usize, String),
+) -> Result<usize, LabError> {
+    let shards = container::Shards::open(&[dir.to_owned()])?;
+    let reader = Reader::new(Arc::new(FileSet::open(&shards)?));
+    let table = ExpertTable::of(model, true)?;
+    let mut places: Vec<_> =
+        shards.records().iter().map(|(layer, expert, record)| (layer, expert, *record)).collect();
+    places.sort_by_key(|(layer, expert, _)| (*layer, *expert));
+    let (mut memory, mut slot) = (LoadMemory::default(), PageBuffer::default());
+    for (layer, expert, record) in &places {
+        let (layer, expert) = (*layer, *expert);
+        if layer >= table.layers() || expert >= table.layer(layer).len() {
+            bad(layer, expert, "is not one of the model's".to_owned());
+            continue;
+        }
+        let own = model.expert_record(layer, expert);
+        if own.is_none_or(|own| own.blake3 != record.blake3) {
+            bad(layer, expert, "is recorded with other weights than the model's".to_owned());
+            continue;
+        }
+        let Some((sources, record)) = model.expert_in(&shards, layer, expert)? else {
+            bad(layer, expert, "lacks tensors".to_owned());
+            continue;
+        };
+        let desc = table.layer(layer)[expert].desc.clone();
+        let source = ExpertSource::new(desc.clone(), &sources, Some(&record));
+        if slot.len() < source.slot_bytes() as usize {
+            slot = PageBuffer::zeroed(source.slot_bytes() as usize);
+        }
+        let name = || format!("layer {layer} expert {expert}");
+        match load_expert(&reader, &name, &source, &mut memory, &mut slot, &mut AtOnce) {
+            Err(error) => bad(layer, expert, error.to_string()),
+            Ok(()) if identity(&desc, &slot[..desc.bytes()]) != record.blake3 => {
+                bad(layer, expert, "has other weights than its hash says".to_owned());
+            }
+            Ok(()) => {}
+        }
+    }
+    Ok(places.len())
+}
