@@ -64,6 +64,8 @@ pub enum Command {
     Convert(ConvertArgs),
     /// Make a random-weight model of true shapes
     Synth(SynthArgs),
+    /// Show what a model takes and gives on this machine, and what binds
+    Plan(PlanArgs),
     /// Measure speed beside the physical limit
     Bench(BenchArgs),
     /// Keep copies of experts on another drive
@@ -368,6 +370,16 @@ pub struct DoctorArgs {
     #[arg(long)]
     pub deep: bool,
     /// Print the checks as JSON on stdout
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+}
+
+/// `coli plan`.
+#[derive(Args, Debug)]
+pub struct PlanArgs {
+    /// Print one JSON object on stdout
     #[arg(long)]
     pub json: bool,
     #[command(flatten)]

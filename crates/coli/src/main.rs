@@ -37,6 +37,7 @@ fn main() -> ExitCode {
         Command::Convert(args) => cmd::convert::run(&args),
         Command::Synth(args) => cmd::synth::run(&args),
         Command::Bench(args) => cmd::bench::run(&args),
+        Command::Plan(args) => cmd::plan::run(&args),
         Command::Mirror(args) => cmd::mirror::run(&args),
         Command::Route(args) => cmd::route::run(&args),
     };

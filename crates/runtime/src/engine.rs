@@ -3,24 +3,18 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use container::{Attention, Config, ContainerError, Model, TensorClass};
-use experts::load::ExpertTable;
+use container::{Config, ContainerError, Model};
 use experts::local::StartError;
-use experts::reader::open_files;
 use experts::{
     ByteClass, ExpertBackend, ExpertStats, ExpertStore, FileSet, IoMode, Ledger, LedgerError,
-    LocalExperts, LocalOptions, Mirror, MirrorError, Notice, ReadAhead, ReadError, Reader,
-    Reservation, UsageShape,
+    LocalExperts, LocalOptions, MirrorError, Notice, ReadAhead, ReadError, Reader, Reservation,
+    UsageShape,
 };
-use models::{
-    Activity, Family, Int8Classes, KvShape, ModelError, PAGE, Profile, Row, StepContext,
-    open_family, planned_dense_bytes,
-};
-use numerics::rope::RopeTable;
-use numerics::{Activations, Buf, Compute, Isa, Team};
+use models::{Activity, Family, Int8Classes, ModelError, Profile, Row, StepContext, open_family};
+use numerics::{Activations, Buf, Compute, Isa};
 
 use crate::kv::{BatchKv, SequenceKv};
-use crate::machine::Machine;
+use crate::plan::{MemoryPlan, Prepared, kv_bytes};
 use crate::routing::{RouteLog, TraceError};
 use crate::session::{Session, StepError, Want, Work};
 
@@ -29,16 +23,7 @@ use crate::session::{Session, StepError, Want, Work};
 pub const PREFILL_CHUNK: usize = 512;
 /// Rows whose logits are computed together: enough to share the head's weights, few enough for a
 /// large vocabulary.
-const LOGIT_ROWS: usize = 8;
-/// Megabytes by which the process's own memory differs from run to run: added to the least ceiling
-/// that is named, so that naming it again is enough.
-const PROCESS_VARIES_MB: f64 = 1.0;
-/// Share of the working memory in use that is kept besides, for buffers to be used again.
-const SCRATCH_KEPT_SHARE: u64 = 4;
-/// Least context the default plan aims at before it gives memory to the expert cache.
-const CONTEXT_FLOOR: usize = 512;
-/// Ceiling assumed where the system does not say how much memory there is.
-const CEILING_UNKNOWN: u64 = 4_000_000_000;
+pub(crate) const LOGIT_ROWS: usize = 8;
 
 /// How an engine is opened.
 #[derive(Clone)]
@@ -179,43 +164,6 @@ pub struct Engine {
     _memory: Vec<Reservation>,
 }
 
-/// What must be in memory whatever the cache, in bytes.
-struct Plan {
-    process: u64,
-    dense: u64,
-    scratch: u64,
-    in_flight: u64,
-    expert: u64,
-}
-
-impl Plan {
-    fn fixed(&self) -> u64 {
-        self.process + self.dense + self.scratch + self.in_flight + self.expert
-    }
-
-    fn check(&self, kv: u64, tables: u64, limit: u64) -> Result<(), OpenError> {
-        let needed = self.fixed() + kv + tables;
-        if needed <= limit {
-            return Ok(());
-        }
-        let parts = [
-            ("process", self.process),
-            ("dense weights", self.dense),
-            ("KV", kv),
-            ("rotary tables", tables),
-            ("scratch", self.scratch),
-            ("read buffers", self.in_flight),
-            ("one expert", self.expert),
-        ];
-        let parts = parts.map(|(name, bytes)| format!("{name} {:.1} MB", bytes as f64 / 1e6));
-        Err(OpenError::Ceiling {
-            needed_gb: format!("{:.3}", (needed as f64 / 1e6 + PROCESS_VARIES_MB).ceil() / 1e3),
-            parts: parts.join(", "),
-            limit_gb: format!("{:.3}", limit as f64 / 1e9),
-        })
-    }
-}
-
 impl Engine {
     /// Opens a model: checks its headers, plans memory, loads dense weights. `progress` is told
     /// bytes loaded and bytes in all.
@@ -223,59 +171,10 @@ impl Engine {
         options: &EngineOptions,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Engine, OpenError> {
-        let model = Model::open(&options.dirs)?;
+        let Prepared { model, store, compute, plan, step_rows } = Prepared::new(options)?;
         let reader = Reader::new(Arc::new(FileSet::open(&model.shards)?));
-        let threads = options.threads.unwrap_or_else(|| Machine::default().compute_threads());
-        let compute = Compute::new(options.isa, Arc::new(Team::new(threads)?), options.activations);
-        let int8_experts = options.int8_classes.contains(TensorClass::Experts);
-        let table = ExpertTable::of(&model, int8_experts)?;
-        let machine = Machine::default();
-        let limit = options.ram_bytes.unwrap_or_else(|| {
-            machine.default_ceiling().map_or(CEILING_UNKNOWN, |bound| bound.bytes)
-        });
-
-        let config = &model.config;
-        let kv_shape = KvShape::of(&model);
-        let longest = options.context.unwrap_or(config.max_position);
-        let chunk = options.prefill_chunk.clamp(1, longest.max(1));
-        // A step has the rows of a chunk, or one of each session.
-        let step_rows = chunk.max(options.sessions);
-        let in_use = scratch_bytes(config, step_rows, threads);
-        // Buffers that wait for the next layer come on top of those in use.
-        let waiting = in_use / SCRATCH_KEPT_SHARE;
-        compute.scratch.keep(waiting as usize);
-        let scratch = in_use + waiting;
-        let dense = planned_dense_bytes(&model, options.int8_classes)?;
-        let (largest, total) = (table.slot_bytes_max(), table.total_bytes());
-        // A guess at what will be left: the drive is read past the page cache when it is needed
-        // again and again, and through it when everything is read once.
-        let fits = dense.saturating_add(total).saturating_add(scratch) <= limit / 10 * 9;
-        let asked = options.io.unwrap_or(if fits { IoMode::Buffered } else { IoMode::Direct });
-        let opened = open_files(FileSet::open(&model.shards)?, asked);
-        if let Some(why) = opened.fallback.filter(|_| options.io.is_some()) {
-            (options.notice)(&why);
-        }
-        let is_mapped = asked == IoMode::Mmap;
-        let io = if is_mapped { IoMode::Mmap } else { opened.mode };
-        let mirrors = options.mirrors.iter().map(|(dir, weight)| {
-            Mirror::open(dir.clone(), *weight, &model, &table, opened.mode, &options.notice)
-        });
-        let mirrors = mirrors.collect::<Result<Vec<_>, _>>()?;
-        let store = ExpertStore::new(table, Reader::new(opened.files))
-            .with_mirrors(mirrors, options.notice.clone());
-        let in_flight = LocalExperts::in_flight_bytes(&store, &options.read_ahead);
-        let plan = Plan {
-            process: machine.rss_bytes().unwrap_or(0),
-            dense,
-            scratch: scratch + options.held_bytes + RouteLog::bytes_of(usage_shape(config)),
-            in_flight: if is_mapped { 0 } else { in_flight },
-            expert: if is_mapped { 0 } else { largest },
-        };
-        let context = plan_context(options, config, &kv_shape, &plan, limit)?;
-        let kv = kv_bytes(&kv_shape, context).saturating_mul(options.sessions.max(1) as u64);
-        plan.check(kv, RopeTable::bytes_of(rope_dim(config), context) as u64, limit)?;
-
-        let ledger = Ledger::new(limit);
+        let (context, kv, is_mapped) = (plan.context, plan.kv, plan.io == IoMode::Mmap);
+        let ledger = Ledger::new(plan.limit);
         let memory = vec![
             ledger.reserve(ByteClass::Process, plan.process)?,
             ledger.reserve(ByteClass::Scratch, plan.scratch)?,
@@ -300,18 +199,24 @@ impl Engine {
             model,
             family,
             experts: Arc::new(experts),
-            io,
+            io: plan.io,
             routes,
             compute,
             ledger,
             sessions: Ledger::new(kv),
             context,
-            prefill_chunk: chunk.min(context),
+            prefill_chunk: plan.prefill_chunk.min(context),
             step_rows,
             turn: Mutex::new(()),
             profile: Profile::default(),
             _memory: memory,
         })
+    }
+
+    /// What opening would plan, with the container and its experts; no weight is read.
+    pub fn plan(options: &EngineOptions) -> Result<(MemoryPlan, Model, ExpertStore), OpenError> {
+        let Prepared { model, store, plan, .. } = Prepared::new(options)?;
+        Ok((plan, model, store))
     }
 
     /// The configuration.
@@ -509,72 +414,4 @@ impl Engine {
 pub fn usage_shape(config: &Config) -> UsageShape {
     let family = config.family.row().model_types.first().copied().unwrap_or_default();
     UsageShape { layers: config.layers, experts: config.moe.experts, family }
-}
-
-/// Rotary numbers per head.
-fn rope_dim(config: &Config) -> usize {
-    match config.attention {
-        Attention::Mla { rope, .. } => rope,
-        Attention::Gqa { head_dim, .. } => head_dim,
-    }
-}
-
-/// Bytes of a session's state: whole pages.
-fn kv_bytes(shape: &KvShape, context: usize) -> u64 {
-    context.next_multiple_of(PAGE) as u64 * shape.bytes_per_position() as u64
-}
-
-fn plan_context(
-    options: &EngineOptions,
-    config: &Config,
-    shape: &KvShape,
-    plan: &Plan,
-    limit: u64,
-) -> Result<usize, OpenError> {
-    let max = config.max_position;
-    if let Some(asked) = options.context {
-        if asked > max {
-            return Err(OpenError::Context { asked, max });
-        }
-        return Ok(asked.max(1));
-    }
-    // Half of what is left may go to keys and values, the rest to experts.
-    let left = limit.saturating_sub(plan.fixed()) / 2 / options.sessions.max(1) as u64;
-    let page = kv_bytes(shape, PAGE) + RopeTable::bytes_of(rope_dim(config), PAGE) as u64;
-    let page = page.max(1);
-    let fits = usize::try_from(left / page).unwrap_or(usize::MAX).saturating_mul(PAGE);
-    Ok(fits.max(CONTEXT_FLOOR).min(max))
-}
-
-/// Upper bound of the activations of a step of `chunk` rows.
-fn scratch_bytes(config: &Config, chunk: usize, threads: usize) -> u64 {
-    let hidden = config.hidden_size;
-    let (heads, per_head, latent) = match config.attention {
-        Attention::Mla { q_lora, kv_lora, nope, rope, v_dim, .. } => {
-            (config.heads, nope + rope + v_dim, q_lora + 2 * kv_lora + rope)
-        }
-        Attention::Gqa { kv_heads, head_dim, .. } => {
-            (config.heads, 2 * head_dim, 2 * kv_heads * head_dim)
-        }
-    };
-    // Queries and weights of the indexer and the keys it selects, and the scores of its waves.
-    let (index, waves) = match &config.attention {
-        Attention::Mla { indexer: Some(indexer), .. } if config.max_position > indexer.topk => {
-            (indexer.heads * (indexer.head_dim + 1) + 2 * indexer.topk, models::WAVE_SCORES)
-        }
-        _ => (0, 0),
-    };
-    let widest = config.dense_intermediate.max(config.shared_intermediate());
-    let widest = widest.max(config.moe.expert_intermediate);
-    // Residual, norms, outputs, i64 sums and int8 forms of a row; then its heads and widest layer.
-    let row = 12 * hidden
-        + 3 * heads * per_head
-        + 4 * latent
-        + 2 * index
-        + 4 * widest
-        + config.moe.experts * 3;
-    let per_thread = models::attention_scratch(config, chunk);
-    let floats =
-        chunk * row + threads * (per_thread + waves) + waves + 2 * LOGIT_ROWS * config.vocab_size;
-    floats as u64 * size_of::<f32>() as u64
 }

@@ -7,6 +7,7 @@ pub mod doctor;
 pub mod info;
 pub mod mirror;
 pub mod oracle;
+pub mod plan;
 pub mod route;
 pub mod run;
 pub mod score;

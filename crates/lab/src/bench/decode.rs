@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use container::{Attention, ContainerError, LayerKind, Role, TensorSpec, tensors};
+use container::{Attention, ContainerError, LayerKind, Model, Role, TensorSpec, tensors};
 use experts::ExpertStats;
 use models::KvShape;
 use numerics::topk;
@@ -58,7 +58,7 @@ pub fn decode(
     }
     Ok(DecodeFigures {
         tok_per_s: Rates::of(rates),
-        bytes_per_token: weight_bytes(engine)?.per_token(),
+        bytes_per_token: weight_bytes_of(engine.model())?.per_token(),
         read_gb_per_s: Rates::of(reads).median,
     })
 }
@@ -106,7 +106,7 @@ pub fn decode_batch(
     let alone: Vec<String> = (0..batch)
         .map(|sequence| Ok(run(engine, sequence..sequence + 1, tokens)?.fingerprints.remove(0)))
         .collect::<Result<_, LabError>>()?;
-    let bytes = weight_bytes(engine)?;
+    let bytes = weight_bytes_of(engine.model())?;
     let (mut singles, mut together, mut reads) = (Vec::new(), Vec::new(), Vec::new());
     let mut distinct = 0.0;
     for repetition in 0..=repetitions.max(1) {
@@ -215,7 +215,7 @@ pub(super) fn run(
 }
 
 /// Weight bytes of a model as decoding reads them.
-pub(super) struct WeightBytes {
+pub struct WeightBytes {
     /// Dense weights of the decoder layers.
     pub layers: u64,
     /// The head.
@@ -236,8 +236,8 @@ impl WeightBytes {
 }
 
 /// Reads the sizes off the container.
-pub(super) fn weight_bytes(engine: &Engine) -> Result<WeightBytes, LabError> {
-    let (config, model) = (engine.config(), engine.model());
+pub fn weight_bytes_of(model: &Model) -> Result<WeightBytes, LabError> {
+    let config = &model.config;
     let stored = |spec: &TensorSpec| -> Result<u64, ContainerError> {
         Ok(model.find(spec)?.map_or(0, |source| source.bytes()))
     };

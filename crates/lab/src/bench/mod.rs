@@ -11,7 +11,9 @@ use std::time::Instant;
 
 use numerics::{Isa, Team, peak};
 
-pub use decode::{BatchFigures, DECODE_PROMPT, DecodeFigures, decode, decode_batch};
+pub use decode::{
+    BatchFigures, DECODE_PROMPT, DecodeFigures, WeightBytes, decode, decode_batch, weight_bytes_of,
+};
 pub use io::{Device, IoFigures, io};
 pub use kernels::{KernelFigures, KernelOptions, ROWS_MAX, kernels};
 pub use prefill::{PrefillFigures, prefill};

@@ -6,7 +6,7 @@ use container::{LayerKind, tensors};
 use numerics::Activations;
 use runtime::{Engine, Want};
 
-use super::decode::weight_bytes;
+use super::decode::weight_bytes_of;
 use super::{Multiply, Rates, ReadLoop, multiply_rate, tokens};
 use crate::error::LabError;
 
@@ -79,7 +79,7 @@ pub fn prefill(
             touched = after.hits + after.misses - before.hits - before.misses;
         }
     }
-    let bytes = weight_bytes(engine)?;
+    let bytes = weight_bytes_of(engine.model())?;
     let chunks = count.div_ceil(engine.prefill_chunk()) as u64;
     let read = bytes.layers * chunks + bytes.head + (touched as f64 * bytes.expert) as u64;
     Ok(PrefillFigures {
