@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use container::{Layout, Model, QSource, Record};
+use container::{Layout, Model, QSource, Record, Shards};
 use experts::load::{ExpertSource, ExpertTable, LoadMemory, load_expert};
 use experts::reader::{AtOnce, PageBuffer};
 use experts::usage::model_id;
@@ -151,18 +151,21 @@ fn recorded(
     })
 }
 
-/// Reads every expert of a mirror. `bad` is told those whose bytes, weights or hashes are not the
+/// Reads every expert that other files, a mirror's or the model's own, have a record of. `bad` is
+/// told those whose bytes, weights or hashes are not the
 /// model's. Returns the number of experts read.
 pub fn verify(
     model: &Model,
-    dir: &Path,
+    shards: &Shards,
     bad: &mut dyn FnMut(usize, usize, String),
 ) -> Result<usize, LabError> {
-    let shards = container::Shards::open(&[dir.to_owned()])?;
-    let reader = Reader::new(Arc::new(FileSet::open(&shards)?));
+    let reader = Reader::new(Arc::new(FileSet::open(shards)?));
     let table = ExpertTable::of(model, true)?;
     let mut places: Vec<_> =
         shards.records().iter().map(|(layer, expert, record)| (layer, expert, *record)).collect();
+    // Layers beyond the decoder's have no place in the table of experts.
+    let others = model.config.layers..model.config.all_layers();
+    places.retain(|(layer, _, _)| !others.contains(layer));
     places.sort_by_key(|(layer, expert, _)| (*layer, *expert));
     let (mut memory, mut slot) = (LoadMemory::default(), PageBuffer::default());
     for (layer, expert, record) in &places {
@@ -176,7 +179,7 @@ pub fn verify(
             bad(layer, expert, "is recorded with other weights than the model's".to_owned());
             continue;
         }
-        let Some((sources, record)) = model.expert_in(&shards, layer, expert)? else {
+        let Some((sources, record)) = model.expert_in(shards, layer, expert)? else {
             bad(layer, expert, "lacks tensors".to_owned());
             continue;
         };

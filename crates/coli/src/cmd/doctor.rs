@@ -1,9 +1,12 @@
 //! `coli doctor`: checks with a remedy each.
 
 use container::{ChatTemplate, Model, Tokenizer};
-use experts::{FileSet, Reader};
+use experts::reader::open_files;
+use experts::{FileSet, IoMode, Reader};
+use lab::bench::Device;
 use lab::check::check_tensors;
 use lab::manifest::{FileRecord, Manifest, record};
+use lab::mirror::verify;
 use runtime::machine::Machine;
 use runtime::{Engine, Want, Work};
 use serde_json::json;
@@ -144,6 +147,7 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
             checks.add("format", State::Warn, detail, remedy);
         }
     }
+    examine_storage(&opened, checks);
     examine_text(&opened, &dirs[0], checks);
     if opened.config.stop_ids.is_empty() {
         checks.add(
@@ -180,6 +184,9 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
             }
         }
     }
+    if !opened.shards.records().is_empty() {
+        examine_records(&opened, checks);
+    }
     drop(opened);
     match one_step(args) {
         Ok(detail) => checks.pass("load", detail),
@@ -192,6 +199,54 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
         Err(reported) => return Err(reported),
     }
     Ok(())
+}
+
+/// How experts lie in the files, and how the files can be read.
+fn examine_storage(opened: &Model, checks: &mut Checks) {
+    let records = opened.shards.records().len();
+    let detail = match records {
+        0 => "rows, arranged at every load; coli convert lays experts out as one read each".into(),
+        _ => format!("native, {} with hashes", output::counted(records, "expert")),
+    };
+    checks.pass("layout", detail);
+    match FileSet::open(&opened.shards) {
+        Err(error) => checks.fail("reads", error.to_string(), ""),
+        Ok(files) => match open_files(files, IoMode::Uring) {
+            opened if opened.mode == IoMode::Uring => {
+                checks.pass("reads", "direct, io_uring".to_owned());
+            }
+            opened => {
+                let why = opened.fallback.unwrap_or_default();
+                let detail = format!("{} at best: {why}", opened.mode.name());
+                checks.add("reads", State::Pass, detail, "");
+            }
+        },
+    }
+    match Device::of(&opened.shards).and_then(|device| device.measure(0)) {
+        Ok(rate) => checks.pass("drive", format!("{rate:.2} GB/s by direct reads")),
+        Err(error) => checks.add("drive", State::Skip, error.to_string(), ""),
+    }
+}
+
+/// Compares every expert with the hashes of its record.
+fn examine_records(opened: &Model, checks: &mut Checks) {
+    let mut first = None;
+    let mut count = 0;
+    let read = verify(opened, &opened.shards, &mut |layer, expert, why| {
+        count += 1;
+        first.get_or_insert_with(|| format!("layer {layer}, expert {expert}: {why}"));
+    });
+    match (read, first) {
+        (Err(error), _) => checks.fail("records", error.to_string(), ""),
+        (Ok(read), None) => {
+            checks.pass("records", format!("{} as recorded", output::counted(read, "expert")));
+        }
+        (Ok(read), Some(first)) => checks.fail(
+            "records",
+            format!("{count} of {read} are not as recorded, first {first}"),
+            "fetch or convert the named file again",
+        ),
+    }
 }
 
 /// Compares every file of a converted container with the hash in its manifest.

@@ -1,6 +1,6 @@
 //! `coli mirror`: copies of experts on another drive.
 
-use container::Model;
+use container::{Model, Shards};
 use experts::Usage;
 use experts::usage::Origin;
 use lab::mirror::{self, MirrorPlan};
@@ -106,7 +106,8 @@ fn verify(args: &MirrorVerifyArgs) -> Outcome {
         return Err(Failure::usage(format!("{} is not a directory", args.dir.display())));
     }
     let mut bad = Vec::new();
-    let checked = mirror::verify(&model, &args.dir, &mut |layer, expert, why| {
+    let shards = Shards::open(std::slice::from_ref(&args.dir))?;
+    let checked = mirror::verify(&model, &shards, &mut |layer, expert, why| {
         bad.push((layer, expert, why));
     })?;
     if args.json {

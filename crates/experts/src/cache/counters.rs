@@ -67,6 +67,10 @@ pub struct CacheCounters {
     pub dropped_resident: Counter,
     /// Of the guessed, those not queued because the drive was busy.
     pub dropped_busy: Counter,
+    /// Of the guessed, those not queued because too few came true.
+    pub dropped_unlikely: Counter,
+    /// Lists of guesses while the drive was idle.
+    pub trials: Counter,
     /// Of the issued, those that found no room or were overtaken by better guesses.
     pub dropped_no_room: Counter,
     /// Of the issued, those that were read and evicted before anybody asked.

@@ -34,6 +34,13 @@ use crate::store::ExpertStore;
 /// Share of the time without a read that somebody waits for, below which guesses are not read.
 const IDLE_SHARE_MIN: f64 = 0.02;
 
+/// Least share of the guesses read that must have come true for more to be read.
+const COME_TRUE_SHARE_MIN: f64 = 0.6;
+/// Guesses whose end is known before they are judged.
+const GUESSES_JUDGED: u64 = 64;
+/// Lists of guesses of which one is read although guesses do not pay.
+const TRIAL_EVERY: u64 = 32;
+
 /// Limits of the cache.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheOptions {
@@ -337,6 +344,10 @@ impl ExpertCache {
             counters.dropped_busy.add(experts.len() as u64);
             return;
         }
+        if !self.guesses_pay() {
+            counters.dropped_unlikely.add(experts.len() as u64);
+            return;
+        }
         let mut missing: SmallVec<[Key; FEW_EXPERTS]> = SmallVec::new();
         let requests = {
             let mut state = shared.layers[layer].lock();
@@ -357,6 +368,19 @@ impl ExpertCache {
         for key in shared.jobs.replace_guesses(&missing) {
             shared.give_up(key);
         }
+    }
+
+    /// Whether guesses come true often enough to be worth their reads. Now and then they are tried
+    /// whatever the past says, since routing changes.
+    fn guesses_pay(&self) -> bool {
+        let counters = &self.shared.counters;
+        let came_true = counters.tier(Tier::Guessed) + counters.tier(Tier::Late);
+        let settled = came_true + counters.wasted.get();
+        let tried = counters.trials.get();
+        counters.trials.add(1);
+        settled < GUESSES_JUDGED
+            || came_true as f64 >= COME_TRUE_SHARE_MIN * settled as f64
+            || tried.is_multiple_of(TRIAL_EVERY)
     }
 
     /// Keeps the first `most` of a list of a layer's experts that are neither in memory nor being

@@ -280,7 +280,10 @@ fn guesses_use_room_of_their_own_and_never_evict_what_was_asked_for() {
     assert!(counters.issued.get() > 0);
     assert_eq!(
         counters.guessed.get(),
-        counters.issued.get() + counters.dropped_resident.get() + counters.dropped_busy.get()
+        counters.issued.get()
+            + counters.dropped_resident.get()
+            + counters.dropped_busy.get()
+            + counters.dropped_unlikely.get()
     );
 }
 
@@ -307,6 +310,31 @@ fn a_guess_that_comes_true_is_neither_a_hit_nor_a_miss() {
     let (guessed, late) = (counters.tier(Tier::Guessed), counters.tier(Tier::Late));
     assert_eq!(guessed + late, 1, "asked for once it was there, or while it was read");
     assert_eq!((counters.loads.get(), counters.wasted.get()), (1, 0));
+}
+
+#[test]
+fn guesses_that_never_come_true_are_soon_tried_rarely() {
+    let model = model();
+    let all = layers(&model);
+    let (layer, next) = (all[0], all[1]);
+    let slot = table(&model).slot_bytes_max();
+    let options =
+        CacheOptions { ahead_bytes: slot, idle_share_min: 0.0, ..CacheOptions::new(4 * slot, 1) };
+    let cache = cache(&model, options, |_, _, _, _| Answer::Real);
+    for round in 0..2000 {
+        cache.guess(next, &[round % 20]);
+        while cache.counters().issued.get() > cache.counters().loads.get() + 1 {
+            std::thread::yield_now();
+        }
+        let (_, mut pending) = cache.request(next, &[(23, 1)], 1);
+        while pending.next(1).is_some() {}
+        let (_, mut pending) = cache.request(layer, &[(round % 2, 1)], 1);
+        while pending.next(1).is_some() {}
+        if cache.counters().dropped_unlikely.get() > 100 {
+            return;
+        }
+    }
+    panic!("{:?}", cache.counters());
 }
 
 #[test]
