@@ -32,9 +32,11 @@ pub fn state_dir() -> Option<PathBuf> {
 /// Where the history of a model is kept, if anywhere.
 pub fn path_of(model: &Model) -> Result<Option<PathBuf>, Failure> {
     let Some(primary) = model.dirs.first() else { return Ok(None) };
-    let is_bundled = bundled::is_bundled(primary);
-    let id = model_id(&model.table_hash()?);
-    Ok(history_path(primary, is_writable(primary), is_bundled, state_dir().as_deref(), &id))
+    let (writable, is_bundled) = (is_writable(primary), bundled::is_bundled(primary));
+    // The id names a history away from its model; finding it looks at every tensor.
+    let beside = writable && !is_bundled;
+    let id = if beside { String::new() } else { model_id(&model.table_hash()?) };
+    Ok(history_path(primary, writable, is_bundled, state_dir().as_deref(), &id))
 }
 
 #[cfg(unix)]
@@ -61,7 +63,10 @@ fn report(path: &Path, problems: &Problems) {
 /// The history that the flags name for an engine's model, and where it is kept. A history that was
 /// found and cannot be used is said and left alone.
 pub fn load(args: &EngineArgs, model: &Model) -> Result<(Option<Usage>, Option<PathBuf>), Failure> {
-    let path = path_of(model)?;
+    let path = match args.pin == Pin::Auto || !args.no_usage {
+        true => path_of(model)?,
+        false => None,
+    };
     let shape = usage_shape(&model.config);
     let usage = match (&args.pin, &path) {
         (Pin::None, _) | (Pin::Auto, None) => None,
@@ -94,7 +99,7 @@ impl History {
     pub fn open(args: &EngineArgs, engine: &Engine) -> Result<History, Failure> {
         let (usage, path) = load(args, engine.model())?;
         if let (Some(usage), Some(cache)) = (usage, engine.experts().cache()) {
-            let pinned = pins::prepare(cache, &usage, engine.config().moe.top_k, true);
+            let pinned = pins::prepare(cache, &usage, engine.config().moe.top_k);
             if pinned > 0 {
                 let experts = output::counted(pinned, "expert");
                 note!("{experts} kept in memory by the history of earlier turns");

@@ -453,8 +453,9 @@ impl<'a> Lookup<'a> {
             (0..config.all_layers()).filter(|l| config.layer_kind(*l) == Some(LayerKind::Sparse));
         for layer in all {
             self.refuse_double_storage(layer)?;
-            self.check_records(layer)?;
         }
+        // Gate, up and down of the expert that is looked at.
+        let mut expert: Vec<QSource> = Vec::with_capacity(3);
         for spec in self.specs() {
             let group = match (spec.layer.is_some_and(|l| config.is_mtp(l)), spec.role.is_indexer())
             {
@@ -479,6 +480,15 @@ impl<'a> Lookup<'a> {
                      convert it with groups or int8",
                     spec.name
                 ));
+            }
+            if spec.role == Role::ExpertGate {
+                expert.clear();
+            }
+            if let Some(place) = spec.layer.zip(spec.expert) {
+                expert.push(found.source);
+                if let (Role::ExpertDown, [gate, up, down]) = (spec.role, &expert[..]) {
+                    self.record_of(place, [gate, up, down])?;
+                }
             }
         }
         if !required.missing.is_empty() {
@@ -542,21 +552,12 @@ impl<'a> Lookup<'a> {
         Ok(())
     }
 
-    /// Refuses records that do not hold the expert they are named after.
-    fn check_records(self, layer: usize) -> Result<(), ContainerError> {
-        for expert in 0..self.config.moe.experts {
-            self.recorded(layer, expert)?;
-        }
-        Ok(())
-    }
-
     /// An expert that has a record, and the record; refused when it does not hold the expert.
     fn recorded(
         self,
         layer: usize,
         expert: usize,
     ) -> Result<Option<([QSource; 3], Record)>, ContainerError> {
-        let Some(record) = self.shards.records().get(layer, expert) else { return Ok(None) };
         let Some(specs) = expert_specs(self.config, layer, expert) else { return Ok(None) };
         let mut sources = Vec::with_capacity(specs.len());
         for spec in &specs {
@@ -567,18 +568,28 @@ impl<'a> Lookup<'a> {
             }
         }
         let Ok(sources) = <[QSource; 3]>::try_from(sources) else { return Ok(None) };
-        if let Some(why) = record_disagrees(record, &sources) {
-            let record_of = format!("record of layer {layer}, expert {expert}");
-            return Err(ContainerError::Tensor(Box::new(TensorError {
-                name: format!("{} ({record_of})", sources[0].name),
-                path: self.shards.path(record.file).to_owned(),
-                offset: record.offset,
-                expected: why.expected,
-                found: why.found,
-                remedy: why.remedy,
-            })));
-        }
-        Ok(Some((sources, *record)))
+        let record = self.record_of((layer, expert), sources.each_ref())?;
+        Ok(record.map(|record| (sources, record)))
+    }
+
+    /// The record of an expert that lies in `sources`, if there is one; refused when it does not
+    /// hold them.
+    fn record_of(
+        self,
+        (layer, expert): (usize, usize),
+        sources: [&QSource; 3],
+    ) -> Result<Option<Record>, ContainerError> {
+        let Some(record) = self.shards.records().get(layer, expert) else { return Ok(None) };
+        let Some(why) = record_disagrees(record, sources) else { return Ok(Some(*record)) };
+        let record_of = format!("record of layer {layer}, expert {expert}");
+        Err(ContainerError::Tensor(Box::new(TensorError {
+            name: format!("{} ({record_of})", sources[0].name),
+            path: self.shards.path(record.file).to_owned(),
+            offset: record.offset,
+            expected: why.expected,
+            found: why.found,
+            remedy: why.remedy,
+        })))
     }
 
     fn unused(self, used: &HashSet<usize>) -> (usize, Vec<String>) {
@@ -646,7 +657,7 @@ impl<'a> Lookup<'a> {
 }
 
 /// Why a record does not hold the matrices of an expert, if it does not.
-fn record_disagrees(record: &Record, sources: &[QSource; 3]) -> Option<Disagreement> {
+fn record_disagrees(record: &Record, sources: [&QSource; 3]) -> Option<Disagreement> {
     let remedy = "the container is damaged or was written again by another tool; convert it again";
     let place = |range: &ByteRange| format!("{} bytes at {}", range.len, range.offset);
     let record_end = record.offset + record.len;
@@ -670,7 +681,7 @@ fn record_disagrees(record: &Record, sources: &[QSource; 3]) -> Option<Disagreem
     let desc = |source: &QSource| {
         MatrixDesc::for_matmul(source.format, source.rows, source.cols, false).ok()
     };
-    let [Some(gate), Some(up), Some(down)] = sources.each_ref().map(desc) else {
+    let [Some(gate), Some(up), Some(down)] = sources.map(desc) else {
         return Some(Disagreement {
             expected: "matrices that can be addressed".to_owned(),
             found: "a size beyond 64 bits".to_owned(),

@@ -26,10 +26,11 @@ impl WriteError {
 }
 
 /// Writes `bytes` under a temporary name in the same directory, puts them on disk, then gives them
-/// the name `path`. A symbolic link of that name is replaced, not followed.
+/// the name `path`. A symbolic link of that name is replaced, not followed. What an interrupted
+/// write left under the temporary name is dropped; writers of one file take turns.
 pub fn write(path: &Path, bytes: &[u8]) -> Result<(), WriteError> {
     let mut temporary = path.as_os_str().to_owned();
-    temporary.push(format!(".{}.tmp", std::process::id()));
+    temporary.push(".tmp");
     let temporary = PathBuf::from(temporary);
     let written = put(&temporary, bytes)
         .and_then(|()| fs::rename(&temporary, path).map_err(WriteError::at(path, "name")));
@@ -55,7 +56,7 @@ fn put(path: &Path, bytes: &[u8]) -> Result<(), WriteError> {
 }
 
 /// Makes a rename in the directory of `path` durable.
-fn sync_dir(path: &Path) -> Result<(), WriteError> {
+pub fn sync_dir(path: &Path) -> Result<(), WriteError> {
     #[cfg(unix)]
     if let Some(dir) = path.parent() {
         let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };

@@ -336,9 +336,14 @@ impl ExpertSource {
         self.in_place.then(|| self.reads[0])
     }
 
+    /// Whether `reader` can put the one read where the expert is computed: records start on pages.
+    fn reads_in_place(&self, reader: &Reader) -> bool {
+        self.in_place && reader.alignment() <= PAGE_BYTES
+    }
+
     /// Bytes of working memory that loading through `reader` needs beside the expert's own.
     pub fn buffer_bytes(&self, reader: &Reader) -> u64 {
-        if self.in_place && reader.span_bytes(PAGE_BYTES) <= 2 * PAGE_BYTES {
+        if self.reads_in_place(reader) {
             return 0;
         }
         let spans = self.reads.iter().map(|read| reader.span_bytes(read.len as usize));
@@ -456,30 +461,30 @@ pub struct LoadMemory {
     coded: Option<rans::Workspace>,
 }
 
+/// Name of an expert in messages.
+pub(crate) fn name_of((layer, expert): Key) -> String {
+    format!("layer {layer} expert {expert}")
+}
+
 /// Reads an expert into `slot`, of at least [`ExpertSource::slot_bytes`], whatever was in it
-/// before. `name` names the expert in errors.
+/// before. `key` names the expert in errors.
 pub fn load_expert(
     reader: &Reader,
-    name: &dyn Fn() -> String,
+    key: Key,
     source: &ExpertSource,
     memory: &mut LoadMemory,
     slot: &mut PageBuffer,
     pace: &mut dyn Pace,
 ) -> Result<(), LoadError> {
     let desc = &*source.desc;
-    let failed = |error| LoadError::Read { tensor: name(), source: error };
-    if source.in_place && source.buffer_bytes(reader) == 0 {
+    let failed = |error| LoadError::Read { tensor: name_of(key), source: error };
+    if source.reads_in_place(reader) {
         let ByteRange { file, offset, len } = source.reads[0];
         let skip = reader.read_span(file, offset, len as usize, slot, pace).map_err(failed)?;
         debug_assert_eq!(skip, 0, "records start on pages");
-        return verify(reader, name, source, &slot[..len as usize]);
+        return verify(reader, key, source, &slot[..len as usize]);
     }
-    let needed = source.buffer_bytes(reader) as usize;
-    if memory.buffer.len() < needed {
-        // The old one is given back first: the ledger was told of one.
-        memory.buffer = PageBuffer::default();
-        memory.buffer = PageBuffer::zeroed(needed);
-    }
+    memory.buffer.grow_to(source.buffer_bytes(reader) as usize);
     // Where in the buffer each read's own bytes begin.
     let mut starts: SmallVec<[usize; 6]> = SmallVec::new();
     let mut at = 0;
@@ -495,7 +500,7 @@ pub fn load_expert(
     let bytes = |part: &Part| &buffer[starts[part.read] + part.at..][..part.len];
     if let Some(crc) = source.crc32c {
         let read = &buffer[starts[0]..][..source.reads[0].len as usize];
-        check_crc(reader, name, &source.reads[0], read, crc)?;
+        check_crc(reader, key, &source.reads[0], read, crc)?;
     }
     slot.fill(0);
     for (matrix, (stored, range)) in source.matrices.iter().zip(desc.ranges()).enumerate() {
@@ -526,7 +531,7 @@ pub fn load_expert(
                 (part, decoded.and_then(|()| of_matrix.check(tiles)))
             }
         };
-        result.map_err(|error| format_error(reader, name, source, matrix, part, error))?;
+        result.map_err(|error| format_error(reader, key, source, matrix, part, error))?;
     }
     Ok(())
 }
@@ -534,23 +539,23 @@ pub fn load_expert(
 /// Checks bytes that lie as in memory: that they are those that were written, and a matrix each.
 pub fn verify(
     reader: &Reader,
-    name: &dyn Fn() -> String,
+    key: Key,
     source: &ExpertSource,
     bytes: &[u8],
 ) -> Result<(), LoadError> {
     if let Some(crc) = source.crc32c {
-        check_crc(reader, name, &source.reads[0], bytes, crc)?;
+        check_crc(reader, key, &source.reads[0], bytes, crc)?;
     }
     source.desc.check(bytes).map_err(|(matrix, error)| {
         let (Stored::Tiles(part) | Stored::Coded(part) | Stored::Canonical { weights: part, .. }) =
             &source.matrices[matrix];
-        format_error(reader, name, source, matrix, part, error)
+        format_error(reader, key, source, matrix, part, error)
     })
 }
 
 fn format_error(
     reader: &Reader,
-    name: &dyn Fn() -> String,
+    key: Key,
     source: &ExpertSource,
     matrix: usize,
     part: &Part,
@@ -558,7 +563,7 @@ fn format_error(
 ) -> LoadError {
     let read = &source.reads[part.read];
     LoadError::Format {
-        tensor: format!("{} {}", name(), ["gate", "up", "down"][matrix]),
+        tensor: format!("{} {}", name_of(key), ["gate", "up", "down"][matrix]),
         path: reader.path(read.file).to_owned(),
         row: 0,
         offset: read.offset + part.at as u64,
@@ -566,9 +571,10 @@ fn format_error(
     }
 }
 
-fn check_crc(
+/// Refuses bytes of a record that are not those that were written.
+pub fn check_crc(
     reader: &Reader,
-    name: &dyn Fn() -> String,
+    key: Key,
     read: &ByteRange,
     bytes: &[u8],
     recorded: u32,
@@ -578,5 +584,5 @@ fn check_crc(
         return Ok(());
     }
     let path = reader.path(read.file).to_owned();
-    Err(LoadError::Checksum { expert: name(), path, offset: read.offset, recorded, found })
+    Err(LoadError::Checksum { expert: name_of(key), path, offset: read.offset, recorded, found })
 }

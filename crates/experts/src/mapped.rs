@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use formats::ExpertRef;
 
-use crate::load::{LoadError, verify};
+use crate::load::{ExpertSource, LoadError, verify};
 use crate::local::StartError;
 use crate::reader::{FileSet, MappedFiles};
 use crate::store::ExpertStore;
@@ -19,16 +19,19 @@ pub(crate) struct MappedExperts {
     selections: AtomicU64,
 }
 
+/// An expert's bytes in mapped files; `None` where they do not lie as in memory.
+fn bytes_in<'a>(files: &'a MappedFiles, source: &ExpertSource) -> Option<&'a [u8]> {
+    let place = source.in_place()?;
+    files.bytes(place.file, place.offset, place.len as usize)
+}
+
 impl MappedExperts {
     /// Maps the files; refused when an expert does not lie in them as it is computed.
     pub fn new(store: ExpertStore, files: &FileSet) -> Result<MappedExperts, StartError> {
         let files = MappedFiles::open(files).map_err(StartError::Map)?;
         let table = store.table();
         for key in table.keys() {
-            let place = table.expert(key).in_place();
-            let bytes =
-                place.and_then(|place| files.bytes(place.file, place.offset, place.len as usize));
-            if bytes.is_none() {
+            if bytes_in(&files, table.expert(key)).is_none() {
                 let what = format!("expert {} of layer {}", key.1, key.0);
                 return Err(StartError::NotInPlace { what });
             }
@@ -50,11 +53,8 @@ impl MappedExperts {
     }
 
     fn bytes(&self, layer: usize, expert: u32) -> &[u8] {
-        let place = self.store.table().expert((layer as u32, expert)).in_place();
         // Every place was found when the files were mapped.
-        place
-            .and_then(|place| self.files.bytes(place.file, place.offset, place.len as usize))
-            .unwrap_or(&[])
+        bytes_in(&self.files, self.store.table().expert((layer as u32, expert))).unwrap_or(&[])
     }
 
     /// Checks an expert's bytes the first time it is asked for.
@@ -63,8 +63,8 @@ impl MappedExperts {
         let verified = &self.verified[layer][expert as usize];
         if verified.load(Ordering::Relaxed) == 0 {
             let source = self.store.table().expert((layer as u32, expert));
-            let name = || format!("layer {layer} expert {expert}");
-            verify(self.store.reader(), &name, source, self.bytes(layer, expert))?;
+            let key = (layer as u32, expert);
+            verify(self.store.reader(), key, source, self.bytes(layer, expert))?;
             verified.store(1, Ordering::Relaxed);
         }
         Ok(())

@@ -5,13 +5,12 @@
 
 use std::collections::HashSet;
 use std::fmt::Write;
-use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::BufRead;
 use std::path::Path;
 
 use container::config::MAX_ROUTED_EXPERTS;
 
-use crate::sidecar::{Line, Lines, RouteShape, SidecarError, whole};
+use crate::sidecar::{Line, Lines, RouteShape, SidecarError, open, whole};
 use crate::trace::{Trace, TraceCall};
 
 /// Name of a coupling table beside its model.
@@ -156,12 +155,7 @@ impl Pairs {
 
     /// Reads a table from a file or pipe.
     pub fn load(path: &Path, shape: RouteShape) -> Result<Pairs, SidecarError> {
-        let file = File::open(path).map_err(|source| SidecarError::Read {
-            path: path.to_owned(),
-            line: 0,
-            source,
-        })?;
-        Pairs::parse(path, BufReader::new(file), shape)
+        Pairs::parse(path, open(path)?, shape)
     }
 
     /// Adds the line of a file.

@@ -11,9 +11,9 @@ pub const SWAPS_PER_TURN: usize = 16;
 /// twice as much.
 const HYSTERESIS: i64 = 8;
 
-/// Gives experts the scores that their history makes likely, pins the best of them if `pin` says
-/// so, and reads as many as fit in the background, the best first. Returns the number pinned.
-pub fn prepare(cache: &ExpertCache, usage: &Usage, top_k: usize, pin: bool) -> usize {
+/// Gives experts the scores that their history makes likely, pins the best of them, and reads as
+/// many as fit in the background, the best first. Returns the number pinned.
+pub fn prepare(cache: &ExpertCache, usage: &Usage, top_k: usize) -> usize {
     let mut experts: Vec<(Key, f64)> = Vec::new();
     for layer in 0..cache.store().table().layers() {
         let rows = usage.layer_total(layer) as f64 / top_k.max(1) as f64;
@@ -32,10 +32,7 @@ pub fn prepare(cache: &ExpertCache, usage: &Usage, top_k: usize, pin: bool) -> u
     }
     cache.seed(experts.iter().copied());
     experts.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-    let pinned = match pin {
-        true => experts.iter().take_while(|(key, _)| cache.pin(*key, true)).count(),
-        false => 0,
-    };
+    let pinned = experts.iter().take_while(|(key, _)| cache.pin(*key, true)).count();
     cache.warm(experts.into_iter().map(|(key, _)| key));
     pinned
 }

@@ -2,7 +2,8 @@
 //! numbers, and errors that name file and line.
 
 use std::fmt;
-use std::io::{self, BufRead, Read};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use container::config::{MAX_EXPERTS, MAX_LAYERS, MAX_MTP_LAYERS};
@@ -79,6 +80,16 @@ pub enum SidecarError {
         /// The limit.
         limit: usize,
     },
+}
+
+/// Opens a file or pipe to be read line by line.
+pub(crate) fn open(path: &Path) -> Result<BufReader<File>, SidecarError> {
+    let file = File::open(path).map_err(|source| SidecarError::Read {
+        path: path.to_owned(),
+        line: 0,
+        source,
+    })?;
+    Ok(BufReader::new(file))
 }
 
 /// The beginning of a text from outside, quoted.

@@ -2,9 +2,9 @@
 //! code, beside others that show what is left to gain.
 //!
 //! The unit is an expert per MoE call, asked for once however many rows chose it, as the cache is
-//! asked. All experts count as one size. An expert that is missing is read into a buffer beside the
-//! cache and computed; then the policy says which of the cache and it stays out, so a newcomer may
-//! never come in.
+//! asked. All experts count as one size. The expert that is being computed does not count: when it
+//! has been, the policy says which of the others and it goes. The cache has such experts among its
+//! bytes, as many as are read or held at once: it does what a replay of so many fewer does.
 
 use std::collections::{BTreeSet, HashMap};
 

@@ -9,12 +9,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use container::{ContainerError, Model, Shards};
+use container::{ContainerError, Model, Record, Shards};
 use smallvec::SmallVec;
 
 use crate::cache::Key;
 use crate::cache::counters::Counter;
-use crate::load::{ExpertSource, ExpertTable, LoadError, LoadMemory, load_expert};
+use crate::load::{ExpertSource, ExpertTable, LoadError, LoadMemory, load_expert, name_of};
 use crate::reader::{FileSet, IoMode, Pace, PageBuffer, ReadError, Reader, open_files};
 
 /// Loads for which a drive that failed is left alone, before it is tried again.
@@ -49,6 +49,37 @@ pub enum MirrorError {
     },
 }
 
+/// The expert that other files have a record of, or why it is no copy of the model's.
+pub fn copy_of(
+    model: &Model,
+    table: &ExpertTable,
+    shards: &Shards,
+    (layer, expert): (usize, usize),
+    record: &Record,
+) -> Result<Result<ExpertSource, &'static str>, ContainerError> {
+    if layer >= table.layers() || expert >= table.layer(layer).len() {
+        return Ok(Err("is not one of this model's"));
+    }
+    match model.expert_record(layer, expert) {
+        None => return Ok(Err("has no hash in the model; convert the model")),
+        Some(own) if own.blake3 != record.blake3 => {
+            return Ok(Err("has other weights than the model's"));
+        }
+        Some(_) => {}
+    }
+    let Some((sources, record)) = model.expert_in(shards, layer, expert)? else {
+        return Ok(Err("has a record but not all its tensors"));
+    };
+    let desc = table.layer(layer)[expert].desc.clone();
+    let fits = sources.iter().zip(desc.matrices()).all(|(source, desc)| {
+        (source.format, source.rows, source.cols) == (desc.format(), desc.rows(), desc.cols())
+    });
+    if !fits {
+        return Ok(Err("has another format than the model's"));
+    }
+    Ok(Ok(ExpertSource::new(desc, &sources, Some(&record))))
+}
+
 /// A directory with copies of experts on another drive.
 pub struct Mirror {
     /// The directory, for messages.
@@ -76,30 +107,12 @@ impl Mirror {
         let shards = Shards::open(std::slice::from_ref(&dir))?;
         let mut experts = HashMap::new();
         for (layer, expert, record) in shards.records().iter() {
-            let other = |problem| MirrorError::Other { dir: dir.clone(), layer, expert, problem };
-            if layer >= table.layers() || expert >= table.layer(layer).len() {
-                return Err(other("is not one of this model's"));
-            }
-            match model.expert_record(layer, expert) {
-                None => return Err(other("has no hash in the model; convert the model")),
-                Some(own) if own.blake3 != record.blake3 => {
-                    return Err(other("has other weights than the model's"));
-                }
-                Some(_) => {}
-            }
-            let key = (layer as u32, expert as u32);
-            let desc = table.expert(key).desc.clone();
-            let Some((sources, record)) = model.expert_in(&shards, layer, expert)? else {
-                return Err(other("has a record but not all its tensors"));
-            };
-            let fits = sources.iter().zip(desc.matrices()).all(|(source, desc)| {
-                (source.format, source.rows, source.cols)
-                    == (desc.format(), desc.rows(), desc.cols())
-            });
-            if !fits {
-                return Err(other("has another format than the model's"));
-            }
-            experts.insert(key, ExpertSource::new(desc, &sources, Some(&record)));
+            let source = copy_of(model, table, &shards, (layer, expert), record)?;
+            let source = source.map_err(|problem| {
+                let dir = dir.clone();
+                MirrorError::Other { dir, layer, expert, problem }
+            })?;
+            experts.insert((layer as u32, expert as u32), source);
         }
         let opened = open_files(FileSet::open(&shards)?, mode);
         if let Some(why) = opened.fallback {
@@ -146,6 +159,9 @@ impl Health {
     }
 }
 
+/// An expert on a drive, and what reads it.
+type Replica<'a> = (&'a Reader, &'a ExpertSource);
+
 /// The experts of a model and everywhere they can be read from.
 pub struct ExpertStore {
     table: ExpertTable,
@@ -184,11 +200,6 @@ impl ExpertStore {
         self.mirrors.iter().zip(&self.health[1..])
     }
 
-    /// How the model's own files do.
-    pub fn health(&self) -> &Health {
-        &self.health[0]
-    }
-
     /// Bytes read so far, from everywhere.
     pub fn bytes_read(&self) -> u64 {
         let mirrors = self.mirrors.iter().map(|mirror| mirror.reader.bytes_read());
@@ -205,7 +216,7 @@ impl ExpertStore {
     }
 
     /// Where an expert is on a drive: 0 is the model's own files.
-    fn replica(&self, at: usize, key: Key) -> Option<(&Reader, &ExpertSource)> {
+    fn replica(&self, at: usize, key: Key) -> Option<Replica<'_>> {
         match at.checked_sub(1) {
             None => Some((&self.reader, self.table.expert(key))),
             Some(mirror) => {
@@ -231,50 +242,47 @@ impl ExpertStore {
     pub fn load(
         &self,
         key: Key,
-        name: &dyn Fn() -> String,
         memory: &mut LoadMemory,
         slot: &mut PageBuffer,
         pace: &mut dyn Pace,
     ) -> Result<(), LoadError> {
         if self.mirrors.is_empty() {
             self.health[0].loads.add(1);
-            let source = self.table.expert(key);
-            return load_expert(&self.reader, name, source, memory, slot, pace);
+            return load_expert(&self.reader, key, self.table.expert(key), memory, slot, pace);
         }
         let chosen = self.choose(key);
         let others = (0..self.health.len()).filter(|at| *at != chosen);
-        let mut avoided = None;
+        let with_replica = |at| Some((at, self.replica(at, key)?));
+        let mut avoided: SmallVec<[(usize, Replica<'_>); 4]> = SmallVec::new();
         let mut first_error = None;
-        for at in std::iter::once(chosen).chain(others) {
-            let Some((reader, source)) = self.replica(at, key) else { continue };
-            if self.health[at].avoid() {
-                avoided = avoided.or(Some(at));
-                continue;
+        let mut read_from = |(at, replica)| match self.load_at(at, replica, key, memory, slot, pace)
+        {
+            Ok(()) => true,
+            Err(error) => {
+                first_error.get_or_insert(error);
+                false
             }
-            match self.load_at(at, reader, source, name, memory, slot, pace) {
-                Ok(()) => return Ok(()),
-                Err(error) => first_error = first_error.or(Some(error)),
+        };
+        for drive in std::iter::once(chosen).chain(others).filter_map(with_replica) {
+            if self.health[drive.0].avoid() {
+                avoided.push(drive);
+            } else if read_from(drive) {
+                return Ok(());
             }
         }
         // Nothing else has it: a drive that failed before is better than none.
-        if let Some(at) = avoided
-            && let Some((reader, source)) = self.replica(at, key)
-        {
-            match self.load_at(at, reader, source, name, memory, slot, pace) {
-                Ok(()) => return Ok(()),
-                Err(error) => first_error = first_error.or(Some(error)),
-            }
+        if avoided.into_iter().any(read_from) {
+            return Ok(());
         }
-        Err(first_error.unwrap_or_else(|| LoadError::Panicked { tensor: name() }))
+        Err(first_error.unwrap_or_else(|| LoadError::Panicked { tensor: name_of(key) }))
     }
 
-    #[allow(clippy::too_many_arguments)]
+    /// Reads an expert from drive `at`, and notes how the drive does.
     fn load_at(
         &self,
         at: usize,
-        reader: &Reader,
-        source: &ExpertSource,
-        name: &dyn Fn() -> String,
+        (reader, source): Replica<'_>,
+        key: Key,
         memory: &mut LoadMemory,
         slot: &mut PageBuffer,
         pace: &mut dyn Pace,
@@ -284,25 +292,24 @@ impl ExpertStore {
             None => "the model's own directory".to_owned(),
             Some(mirror) => format!("the mirror {}", self.mirrors[mirror].dir.display()),
         };
-        let was_sick = health.failures.get() > 0;
-        match load_expert(reader, name, source, memory, slot, pace) {
+        let loaded = load_expert(reader, key, source, memory, slot, pace);
+        match &loaded {
             Ok(()) => {
                 health.loads.add(1);
-                if was_sick && health.sick_for.swap(0, Ordering::Relaxed) > 0 {
+                if health.is_sick() && health.sick_for.swap(0, Ordering::Relaxed) > 0 {
                     (self.notice)(&format!("{} can be read again", place()));
                 }
-                Ok(())
             }
             Err(error) => {
                 if health.fail() {
+                    let place = place();
                     (self.notice)(&format!(
-                        "{} fails, its experts are read elsewhere: {error}",
-                        place()
+                        "{place} fails, its experts are read elsewhere: {error}"
                     ));
                 }
-                Err(error)
             }
         }
+        loaded
     }
 }
 

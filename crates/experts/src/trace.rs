@@ -3,14 +3,13 @@
 //! A trace is a measurement; nothing that is computed depends on one. `docs/sidecars.md` has the
 //! format.
 
-use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, Write};
 use std::ops::Range;
 use std::path::Path;
 
 use container::config::{MAX_ROUTED_EXPERTS, MAX_TOP_K};
 
-use crate::sidecar::{Line, Lines, RouteShape, SidecarError, whole};
+use crate::sidecar::{Line, Lines, RouteShape, SidecarError, open, whole};
 
 /// Longest line read: three numbers and the most experts a token may have, each with the longest
 /// gate that can be printed.
@@ -133,12 +132,7 @@ impl Trace {
 
     /// Reads a trace from a file or pipe.
     pub fn load(path: &Path, shape: RouteShape) -> Result<Trace, SidecarError> {
-        let file = File::open(path).map_err(|source| SidecarError::Read {
-            path: path.to_owned(),
-            line: 0,
-            source,
-        })?;
-        Trace::parse(path, BufReader::new(file), shape)
+        Trace::parse(path, open(path)?, shape)
     }
 
     /// Adds the row of a line.

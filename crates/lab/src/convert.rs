@@ -9,7 +9,7 @@ use std::time::UNIX_EPOCH;
 
 use container::{ByteRange, Layout, Model};
 use experts::load::for_each_block;
-use experts::{FileSet, Reader};
+use experts::{FileSet, Reader, durable};
 use formats::format::FP8_BLOCK;
 use formats::{Encoder, MatrixDesc, MatrixRef, QTensor};
 use numerics::hadamard::Rotation;
@@ -17,11 +17,11 @@ use numerics::{Isa, Team};
 
 use crate::error::LabError;
 use crate::manifest::{
-    DirLock, FileRecord, LOCK_FILE, MANIFEST_FILE, Manifest, SourceIdentity, record, write_durably,
+    DirLock, FileRecord, LOCK_FILE, MANIFEST_FILE, Manifest, SourceIdentity, record,
 };
 use crate::plan::{Choice, Item, Plan};
 use crate::shard::{
-    Canonical, Place, ShardSet, ShardWriter, TakePiece, Target, Unit, split, units,
+    Place, ShardSet, ShardWriter, TakePiece, Target, Unit, canonical, split, units,
 };
 
 /// Shard size when none is asked for.
@@ -158,23 +158,13 @@ impl Conversion {
                 self.write_item(item, place, shard)
             }
             Unit::Expert { layer, expert, parts } => {
-                let [gate, up, down] = &**parts;
-                let canonical = [self.canonical(gate)?, self.canonical(up)?, self.canonical(down)?];
+                let made = |item| canonical(|take| self.each_piece(item, take));
+                let [gate, up, down] = parts.each_ref().map(made);
+                let canonical = [gate?, up?, down?];
                 let targets = parts.each_ref().map(|item| &item.target);
                 shard.write_expert((*layer, *expert), targets, &canonical)
             }
         }
-    }
-
-    /// All bytes of a target.
-    fn canonical(&self, item: &Item) -> Result<Canonical, LabError> {
-        let mut bytes = Canonical::default();
-        self.each_piece(item, &mut |weights, scales| {
-            bytes.0.extend_from_slice(weights);
-            bytes.1.extend_from_slice(scales);
-            Ok(())
-        })?;
-        Ok(bytes)
     }
 
     fn write_item(&self, item: &Item, place: Place, shard: &ShardWriter) -> Result<(), LabError> {
@@ -186,14 +176,7 @@ impl Conversion {
             }
             return Ok(());
         }
-        let (mut weights_at, mut scales_at) = (place.weights, place.scales);
-        self.each_piece(item, &mut |weights, scales| {
-            shard.write(weights_at, weights)?;
-            shard.write(scales_at, scales)?;
-            weights_at += weights.len() as u64;
-            scales_at += scales.len() as u64;
-            Ok(())
-        })
+        shard.write_pieces(place, |take| self.each_piece(item, take))
     }
 
     /// Hands the canonical bytes of a target to `take`, block by block: weights and their scales.
@@ -291,7 +274,7 @@ impl Conversion {
     fn copy_side_files(&mut self) -> Result<(), LabError> {
         for (name, path) in side_files(&self.source_dirs)? {
             let bytes = fs::read(&path).map_err(LabError::write(&path, "read"))?;
-            write_durably(&self.destination.join(&name), &bytes)?;
+            durable::write(&self.destination.join(&name), &bytes)?;
             self.manifest.files.push(record(&self.destination, &name)?);
         }
         Ok(())

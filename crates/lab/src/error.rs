@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use container::ContainerError;
+use experts::durable::WriteError;
 use experts::{LoadError, ReadError};
 use formats::FormatError;
 use runtime::{OpenError, StepError};
@@ -61,6 +62,13 @@ impl LabError {
     ) -> impl FnOnce(std::io::Error) -> LabError {
         let path = path.to_owned();
         move |source| LabError::Write { path, action, source }
+    }
+}
+
+impl From<WriteError> for LabError {
+    fn from(error: WriteError) -> Self {
+        let WriteError { path, action, source } = error;
+        LabError::Write { path, action, source }
     }
 }
 

@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
-use std::io::{Read, Write};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use experts::durable;
 use serde::{Deserialize, Serialize};
 
 use crate::error::LabError;
-use crate::shard::sync_dir;
 
 /// Name of the manifest.
 pub const MANIFEST_FILE: &str = "colibri.json";
@@ -99,7 +99,7 @@ impl Manifest {
     pub fn store(&self, dir: &Path) -> Result<(), LabError> {
         let text = serde_json::to_string_pretty(self)
             .map_err(|error| LabError::Request(format!("manifest: {error}")))?;
-        write_durably(&dir.join(MANIFEST_FILE), text.as_bytes())
+        Ok(durable::write(&dir.join(MANIFEST_FILE), text.as_bytes())?)
     }
 
     /// Refuses to go on with a run of other parameters or another source, naming the difference.
@@ -133,19 +133,6 @@ impl Manifest {
             differences.join("; ")
         )))
     }
-}
-
-/// Writes a file under a temporary name, puts it on disk, then names it: a reader sees the old file
-/// or the whole new one.
-pub fn write_durably(path: &Path, bytes: &[u8]) -> Result<(), LabError> {
-    let mut temporary = path.as_os_str().to_owned();
-    temporary.push(".tmp");
-    let temporary = PathBuf::from(temporary);
-    let mut file = File::create(&temporary).map_err(LabError::write(&temporary, "create"))?;
-    file.write_all(bytes).map_err(LabError::write(&temporary, "write"))?;
-    file.sync_all().map_err(LabError::write(&temporary, "sync"))?;
-    fs::rename(&temporary, path).map_err(LabError::write(path, "name"))?;
-    sync_dir(path)
 }
 
 /// Name of the file whose lock keeps two writers out of one directory.

@@ -4,11 +4,12 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use container::{Layout, Model, QSource, Record, Shards};
-use experts::load::{ExpertSource, ExpertTable, LoadMemory, load_expert};
+use container::{ByteRange, Layout, Model, QSource, Record, Shards};
+use experts::load::{ExpertTable, LoadMemory, check_crc, load_expert};
 use experts::reader::{AtOnce, PageBuffer};
+use experts::store::copy_of;
 use experts::usage::model_id;
-use experts::{FileSet, LoadError, Reader, Usage};
+use experts::{FileSet, Reader, Usage};
 
 use crate::convert::SHARD_BYTES;
 use crate::error::LabError;
@@ -118,16 +119,8 @@ pub fn stage(
         let (sources, record) = recorded(model, *layer, *expert)?;
         bytes.resize(record.len as usize, 0);
         reader.read_exact(record.file, record.offset, &mut bytes)?;
-        let found = crc32c::crc32c(&bytes);
-        if found != record.crc32c {
-            return Err(LabError::from(LoadError::Checksum {
-                expert: format!("layer {layer} expert {expert}"),
-                path: reader.path(record.file).to_owned(),
-                offset: record.offset,
-                recorded: record.crc32c,
-                found,
-            }));
-        }
+        let place = ByteRange { file: record.file, offset: record.offset, len: record.len };
+        check_crc(&reader, (*layer as u32, *expert as u32), &place, &bytes, record.crc32c)?;
         shard.copy_record((*layer, *expert), parts, &sources, &record, &bytes)
     };
     set.write(&mut manifest, &mut write, progress)?;
@@ -151,9 +144,8 @@ fn recorded(
     })
 }
 
-/// Reads every expert that other files, a mirror's or the model's own, have a record of. `bad` is
-/// told those whose bytes, weights or hashes are not the
-/// model's. Returns the number of experts read.
+/// Reads every expert that some files, a mirror's or the model's own, have a record of. `bad` is
+/// told those whose bytes, weights or hashes are not the model's. Returns the number of experts.
 pub fn verify(
     model: &Model,
     shards: &Shards,
@@ -170,26 +162,17 @@ pub fn verify(
     let (mut memory, mut slot) = (LoadMemory::default(), PageBuffer::default());
     for (layer, expert, record) in &places {
         let (layer, expert) = (*layer, *expert);
-        if layer >= table.layers() || expert >= table.layer(layer).len() {
-            bad(layer, expert, "is not one of the model's".to_owned());
-            continue;
-        }
-        let own = model.expert_record(layer, expert);
-        if own.is_none_or(|own| own.blake3 != record.blake3) {
-            bad(layer, expert, "is recorded with other weights than the model's".to_owned());
-            continue;
-        }
-        let Some((sources, record)) = model.expert_in(shards, layer, expert)? else {
-            bad(layer, expert, "lacks tensors".to_owned());
-            continue;
+        let source = match copy_of(model, &table, shards, (layer, expert), record)? {
+            Ok(source) => source,
+            Err(problem) => {
+                bad(layer, expert, problem.to_owned());
+                continue;
+            }
         };
-        let desc = table.layer(layer)[expert].desc.clone();
-        let source = ExpertSource::new(desc.clone(), &sources, Some(&record));
-        if slot.len() < source.slot_bytes() as usize {
-            slot = PageBuffer::zeroed(source.slot_bytes() as usize);
-        }
-        let name = || format!("layer {layer} expert {expert}");
-        match load_expert(&reader, &name, &source, &mut memory, &mut slot, &mut AtOnce) {
+        let desc = source.desc.clone();
+        slot.grow_to(source.slot_bytes() as usize);
+        let key = (layer as u32, expert as u32);
+        match load_expert(&reader, key, &source, &mut memory, &mut slot, &mut AtOnce) {
             Err(error) => bad(layer, expert, error.to_string()),
             Ok(()) if identity(&desc, &slot[..desc.bytes()]) != record.blake3 => {
                 bad(layer, expert, "has other weights than its hash says".to_owned());

@@ -9,6 +9,7 @@ use container::record::{RECORD_ALIGN, RECORDS_KEY, row_json};
 use container::source::SCALE_ENDING;
 use container::stamp::STAMP_KEY;
 use container::{ByteRange, Layout, QSource, Record};
+use experts::durable::sync_dir;
 use formats::{Arrangement, ExpertDesc, Format, MatrixDesc, MatrixRef, ScaleType, rans};
 use serde_json::{Map, Value, json};
 
@@ -136,6 +137,22 @@ pub fn units<T>(
 /// Canonical bytes of a matrix: weights, and scales where the format has any.
 pub type Canonical = (Vec<u8>, Vec<u8>);
 
+/// Takes canonical bytes of some rows: weights and their scales.
+pub type TakePiece<'a> = dyn FnMut(&[u8], &[u8]) -> Result<(), LabError> + 'a;
+
+/// All canonical bytes that come piece by piece.
+pub fn canonical(
+    each_piece: impl FnOnce(&mut TakePiece<'_>) -> Result<(), LabError>,
+) -> Result<Canonical, LabError> {
+    let mut bytes = Canonical::default();
+    each_piece(&mut |weights, scales| {
+        bytes.0.extend_from_slice(weights);
+        bytes.1.extend_from_slice(scales);
+        Ok(())
+    })?;
+    Ok(bytes)
+}
+
 /// Bytes of a JSON entry beside the tensor's name, at most: type, shape, offsets, punctuation.
 const ENTRY_BYTES: u64 = 160;
 /// Bytes of a record's JSON row, at most.
@@ -209,20 +226,40 @@ impl ShardWriter {
         write_all_at(&self.file, offset, bytes).map_err(LabError::write(&self.temporary, "write"))
     }
 
+    /// Writes canonical bytes that come piece by piece.
+    pub fn write_pieces(
+        &self,
+        place: Place,
+        each_piece: impl FnOnce(&mut TakePiece<'_>) -> Result<(), LabError>,
+    ) -> Result<(), LabError> {
+        let (mut weights_at, mut scales_at) = (place.weights, place.scales);
+        each_piece(&mut |weights, scales| {
+            self.write(weights_at, weights)?;
+            self.write(scales_at, scales)?;
+            weights_at += weights.len() as u64;
+            scales_at += scales.len() as u64;
+            Ok(())
+        })
+    }
+
     /// Places a tensor in the canonical layout; its bytes are written by the caller.
     pub fn place(&mut self, target: &Target) -> Place {
+        self.rows(target, None)
+    }
+
+    /// Places a tensor in the canonical layout, its scales at an offset from the start of tensor
+    /// data or right behind it.
+    fn rows(&mut self, target: &Target, scales_at: Option<u64>) -> Place {
         if !target.vector {
             self.stamps.insert(target.name.clone(), json!(target.format.to_string()));
         }
         let weights =
             self.entry(target.name.clone(), target.dtype(), target.shape(), target.weight_bytes());
-        let scales = self.place_scales(target);
-        Place { weights, scales }
-    }
-
-    fn place_scales(&mut self, target: &Target) -> u64 {
         if target.scale_bytes() == 0 {
-            return self.data_start + self.at;
+            return Place { weights, scales: self.data_start + self.at };
+        }
+        if let Some(offset) = scales_at {
+            self.pad_to(offset);
         }
         let dtype = match target.format.scale_type() {
             ScaleType::F32 => "F32",
@@ -230,7 +267,8 @@ impl ShardWriter {
         };
         let count = target.format.scale_count(target.rows, target.cols).unwrap_or(0);
         let name = format!("{}{SCALE_ENDING}", target.name);
-        self.entry(name, dtype, vec![count], target.scale_bytes())
+        let scales = self.entry(name, dtype, vec![count], target.scale_bytes());
+        Place { weights, scales }
     }
 
     /// Places a tensor behind what is placed; returns its offset in the file.
@@ -255,7 +293,7 @@ impl ShardWriter {
     /// has the bytes of each.
     pub fn write_expert(
         &mut self,
-        (layer, expert): (usize, usize),
+        key: (usize, usize),
         targets: [&Target; 3],
         canonical: &[Canonical; 3],
     ) -> Result<(), LabError> {
@@ -288,10 +326,20 @@ impl ShardWriter {
                 image
             }
         };
-        let len = self.at - start;
-        let bytes = &bytes[..len as usize];
+        let bytes = &bytes[..(self.at - start) as usize];
+        self.add_record(key, start, bytes, &blake3, crc32c::crc32c(bytes))
+    }
+
+    fn add_record(
+        &mut self,
+        (layer, expert): (usize, usize),
+        start: u64,
+        bytes: &[u8],
+        blake3: &[u8; 16],
+        crc32c: u32,
+    ) -> Result<(), LabError> {
         self.write(self.data_start + start, bytes)?;
-        let row = row_json(start, len, &blake3, crc32c::crc32c(bytes));
+        let row = row_json(start, bytes.len() as u64, blake3, crc32c);
         self.records.insert(format!("{layer}.{expert}"), row);
         Ok(())
     }
@@ -299,7 +347,7 @@ impl ShardWriter {
     /// Writes an expert's record as another file has it: the same bytes, places and hashes.
     pub fn copy_record(
         &mut self,
-        (layer, expert): (usize, usize),
+        key: (usize, usize),
         targets: &[Target; 3],
         sources: &[QSource; 3],
         record: &Record,
@@ -312,13 +360,7 @@ impl ShardWriter {
             self.pad_to(place(&source.weights));
             match source.layout {
                 Layout::Canonical => {
-                    self.stamps.insert(target.name.clone(), json!(target.format.to_string()));
-                    let (dtype, shape) = (target.dtype(), target.shape());
-                    self.entry(target.name.clone(), dtype, shape, target.weight_bytes());
-                    if let Some(scales) = &source.scales {
-                        self.pad_to(place(scales));
-                        self.place_scales(target);
-                    }
+                    self.rows(target, source.scales.as_ref().map(place));
                 }
                 Layout::R16k4 | Layout::R16k4Rans => {
                     self.tiles(target, source.layout, source.weights.len as usize);
@@ -326,10 +368,7 @@ impl ShardWriter {
             }
         }
         self.pad_to(start + record.len);
-        self.write(self.data_start + start, bytes)?;
-        let row = row_json(start, record.len, &record.blake3, record.crc32c);
-        self.records.insert(format!("{layer}.{expert}"), row);
-        Ok(())
+        self.add_record(key, start, bytes, &record.blake3, record.crc32c)
     }
 
     fn place_image(&mut self, start: u64, targets: [&Target; 3], desc: &ExpertDesc) {
@@ -337,13 +376,8 @@ impl ShardWriter {
             self.pad_to(start + range.start as u64);
             match desc.arrangement() {
                 Arrangement::Rows => {
-                    self.stamps.insert(target.name.clone(), json!(target.format.to_string()));
-                    let (dtype, shape) = (target.dtype(), target.shape());
-                    self.entry(target.name.clone(), dtype, shape, target.weight_bytes());
-                    if target.scale_bytes() > 0 {
-                        self.pad_to(start + (range.start + desc.scales_at()) as u64);
-                        self.place_scales(target);
-                    }
+                    let scales_at = start + (range.start + desc.scales_at()) as u64;
+                    self.rows(target, Some(scales_at));
                 }
                 Arrangement::Tiles => self.tiles(target, Layout::R16k4, desc.bytes()),
             }
@@ -399,7 +433,7 @@ impl ShardWriter {
         self.file.set_len(len).map_err(LabError::write(&self.temporary, "extend"))?;
         self.file.sync_all().map_err(LabError::write(&self.temporary, "sync"))?;
         fs::rename(&self.temporary, &self.path).map_err(LabError::write(&self.path, "name"))?;
-        sync_dir(&self.path)
+        Ok(sync_dir(&self.path)?)
     }
 }
 
@@ -433,9 +467,6 @@ fn code(desc: &ExpertDesc, image: &[u8]) -> Option<[Vec<u8>; 3]> {
 
 /// Puts one unit into its shard.
 pub type WriteUnit<'a, T> = dyn FnMut(&Unit<T>, &mut ShardWriter) -> Result<(), LabError> + 'a;
-/// Takes canonical bytes of some rows: weights and their scales.
-pub type TakePiece<'a> = dyn FnMut(&[u8], &[u8]) -> Result<(), LabError> + 'a;
-
 /// The shards of a container.
 pub struct ShardSet<'a, T> {
     /// Its directory.
@@ -498,16 +529,6 @@ fn check_space(dir: &Path, bytes: u64) -> Result<(), LabError> {
                 dir.display()
             )));
         }
-    }
-    Ok(())
-}
-
-/// Makes a rename in the directory of `path` durable.
-pub(crate) fn sync_dir(path: &Path) -> Result<(), LabError> {
-    #[cfg(unix)]
-    if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
-        let file = File::open(dir).map_err(LabError::write(dir, "open"))?;
-        file.sync_all().map_err(LabError::write(dir, "sync"))?;
     }
     Ok(())
 }

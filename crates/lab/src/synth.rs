@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::error::LabError;
 use crate::manifest::{Manifest, SourceIdentity};
 use crate::plan::{full_name, synthetic_targets};
-use crate::shard::{Canonical, Place, ShardSet, ShardWriter, Target, Unit, split, units};
+use crate::shard::{ShardSet, ShardWriter, TakePiece, Target, Unit, canonical, split, units};
 
 /// Shapes to start from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -223,10 +223,12 @@ pub fn write(
     let mut write = |unit: &Unit<Made>, shard: &mut ShardWriter| match unit {
         Unit::Tensor(made) => {
             let place = shard.place(&made.1);
-            made_matrix(&config, options.seed, made).write(place, shard)
+            let matrix = made_matrix(&config, options.seed, made);
+            shard.write_pieces(place, |take| matrix.each_piece(take))
         }
         Unit::Expert { layer, expert, parts } => {
-            let made = |made| made_matrix(&config, options.seed, made).canonical();
+            let made =
+                |made| canonical(|take| made_matrix(&config, options.seed, made).each_piece(take));
             let [gate, up, down] = parts.each_ref().map(made);
             let targets = parts.each_ref().map(target_of);
             shard.write_expert((*layer, *expert), targets, &[gate?, up?, down?])
@@ -297,10 +299,7 @@ impl Matrix<'_> {
     }
 
     /// Hands canonical bytes to `take`, block by block: weights and their scales.
-    fn each_piece(
-        mut self,
-        mut take: impl FnMut(&[u8], &[u8]) -> Result<(), LabError>,
-    ) -> Result<(), LabError> {
+    fn each_piece(mut self, take: &mut TakePiece<'_>) -> Result<(), LabError> {
         let target = self.target;
         for start in (0..target.rows).step_by(ROWS) {
             let rows = ROWS.min(target.rows - start);
@@ -311,27 +310,6 @@ impl Matrix<'_> {
         let mut tail = Vec::new();
         Encoder::new(target.format, target.cols).finish(&mut tail);
         take(&[], &tail)
-    }
-
-    fn canonical(self) -> Result<Canonical, LabError> {
-        let mut bytes = Canonical::default();
-        self.each_piece(|weights, scales| {
-            bytes.0.extend_from_slice(weights);
-            bytes.1.extend_from_slice(scales);
-            Ok(())
-        })?;
-        Ok(bytes)
-    }
-
-    fn write(self, place: Place, shard: &ShardWriter) -> Result<(), LabError> {
-        let (mut weights_at, mut scales_at) = (place.weights, place.scales);
-        self.each_piece(|weights, scales| {
-            shard.write(weights_at, weights)?;
-            shard.write(scales_at, scales)?;
-            weights_at += weights.len() as u64;
-            scales_at += scales.len() as u64;
-            Ok(())
-        })
     }
 }
 

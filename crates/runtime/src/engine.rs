@@ -7,8 +7,7 @@ use container::{Config, ContainerError, Model};
 use experts::local::StartError;
 use experts::{
     ByteClass, ExpertBackend, ExpertStats, ExpertStore, FileSet, IoMode, Ledger, LedgerError,
-    LocalExperts, LocalOptions, MirrorError, Notice, ReadAhead, ReadError, Reader, Reservation,
-    UsageShape,
+    LocalExperts, LocalOptions, MirrorError, Notice, ReadAhead, ReadError, Reservation, UsageShape,
 };
 use models::{Activity, Family, Int8Classes, ModelError, Profile, Row, StepContext, open_family};
 use numerics::{Activations, Buf, Compute, Isa};
@@ -150,7 +149,7 @@ pub enum OpenError {
 pub struct Engine {
     model: Model,
     family: Box<dyn Family>,
-    experts: Arc<LocalExperts>,
+    experts: LocalExperts,
     io: IoMode,
     routes: RouteLog,
     compute: Compute,
@@ -172,7 +171,8 @@ impl Engine {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Engine, OpenError> {
         let Prepared { model, store, compute, plan, step_rows } = Prepared::new(options)?;
-        let reader = Reader::new(Arc::new(FileSet::open(&model.shards)?));
+        // What is read once goes through the page cache and is not counted among experts' bytes.
+        let reader = store.reader().counting_apart();
         let (context, kv, is_mapped) = (plan.context, plan.kv, plan.io == IoMode::Mmap);
         let ledger = Ledger::new(plan.limit);
         let memory = vec![
@@ -198,7 +198,7 @@ impl Engine {
         Ok(Engine {
             model,
             family,
-            experts: Arc::new(experts),
+            experts,
             io: plan.io,
             routes,
             compute,
@@ -331,7 +331,7 @@ impl Engine {
         let context = StepContext {
             compute: &self.compute,
             profile,
-            experts: &*self.experts,
+            experts: &self.experts,
             routes: Some(&self.routes),
         };
         let forward = self.family.forward(context, &rows, &mut kv, observe);

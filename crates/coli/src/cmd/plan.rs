@@ -2,7 +2,7 @@
 
 use container::{Layout, Model};
 use experts::{ExpertStore, IoMode, Usage};
-use lab::bench::{Device, READ_BYTES, ReadLoop, weight_bytes_of};
+use lab::bench::{Device, READ_BYTES, Rates, ReadLoop, weight_bytes_of};
 use numerics::Team;
 use runtime::machine::Machine;
 use runtime::{Engine, MemoryPlan};
@@ -22,14 +22,15 @@ struct Prediction {
     drive_bytes: f64,
     /// Share of its experts that are in memory.
     hit_rate: f64,
-    ram_gb_per_s: f64,
-    /// `None` with the reason where the drive could not be measured.
+    /// `None` where there is no room to measure it.
+    ram_gb_per_s: Option<f64>,
+    /// Or why the drive could not be measured.
     drive_gb_per_s: Result<f64, String>,
 }
 
 impl Prediction {
-    fn ram_s(&self) -> f64 {
-        self.ram_bytes / self.ram_gb_per_s / 1e9
+    fn ram_s(&self) -> Option<f64> {
+        Some(self.ram_bytes / self.ram_gb_per_s? / 1e9)
     }
 
     fn drive_s(&self) -> Option<f64> {
@@ -42,14 +43,15 @@ impl Prediction {
 
     /// Tokens per second if reads and computation never overlapped: a lower bound of the limit.
     fn tok_per_s(&self) -> Option<f64> {
-        Some(1.0 / (self.ram_s() + self.drive_s()?))
+        Some(1.0 / (self.ram_s()? + self.drive_s()?))
     }
 
     fn binds(&self) -> &'static str {
-        match self.drive_s() {
-            Some(drive) if drive > self.ram_s() => "the drive",
-            Some(_) => "memory bandwidth",
-            None => "unknown without a measurement of the drive",
+        match (self.drive_s(), self.ram_s()) {
+            (Some(drive), Some(ram)) if drive > ram => "the drive",
+            (Some(_), Some(_)) => "memory bandwidth",
+            (None, _) => "unknown without a measurement of the drive",
+            (_, None) => "unknown without memory free to measure it",
         }
     }
 }
@@ -118,12 +120,11 @@ pub fn run(args: &PlanArgs) -> Outcome {
     say_part!("{}", output::table(&rows, &[false, true, false]));
     say!("reads        {}, {}", plan.io.name(), why_io(&plan, args));
     let by = if usage.is_some() { "by the history of turns" } else { "if all were chosen alike" };
-    say!(
-        "a token      {} from memory at {:.1} GB/s: {:.1} ms",
-        output::bytes(prediction.ram_bytes as u64),
-        prediction.ram_gb_per_s,
-        prediction.ram_s() * 1e3
-    );
+    let ram = match (prediction.ram_gb_per_s, prediction.ram_s()) {
+        (Some(rate), Some(seconds)) => format!("at {rate:.1} GB/s: {:.1} ms", seconds * 1e3),
+        _ => "at a rate that is not known: too little memory is free to measure it".to_owned(),
+    };
+    say!("a token      {} from memory {ram}", output::bytes(prediction.ram_bytes as u64));
     let drive = match (&prediction.drive_gb_per_s, prediction.drive_s()) {
         (Ok(rate), Some(seconds)) => format!("at {rate:.2} GB/s: {:.1} ms", seconds * 1e3),
         (Err(why), _) => format!("at a rate that is not known: {why}"),
@@ -185,16 +186,14 @@ fn predict(
         }
     };
     let device = Device::of(&model.shards).and_then(|device| {
-        let mut rates =
-            (0..DEVICE_ROUNDS).map(|round| device.measure(round)).collect::<Result<Vec<_>, _>>()?;
-        rates.sort_by(f64::total_cmp);
-        Ok(rates[rates.len() / 2])
+        let rates = (0..DEVICE_ROUNDS).map(|round| device.measure(round));
+        Ok(Rates::of(rates.collect::<Result<_, _>>()?).median)
     });
     let threads = Machine::default().compute_threads();
     let team = Team::new(threads).map_err(runtime::OpenError::from)?;
     let room =
         Machine::default().memory_available().is_none_or(|m| m.bytes > READ_BYTES as u64 * 2);
-    let ram_gb_per_s = if room { ReadLoop::default().measure(&team) } else { f64::NAN };
+    let ram_gb_per_s = room.then(|| ReadLoop::default().measure(&team));
     Ok(Prediction {
         ram_bytes: (weights.layers + weights.head) as f64 + routed_bytes,
         drive_bytes: routed_bytes * (1.0 - hit_rate),

@@ -8,8 +8,8 @@ use smallvec::SmallVec;
 
 use super::policy::coldest_layer;
 use super::queue::{Job, Kind};
-use super::{Account, Entry, Key, Layer, Shared, Slot};
-use crate::load::{LoadError, LoadMemory};
+use super::{Account, Entry, GUESSES_NOTED_MAX, Key, Layer, Shared, Slot};
+use crate::load::{LoadError, LoadMemory, name_of};
 use crate::reader::{AtOnce, Pace, PageBuffer};
 
 /// Bytes that a guessed expert's read may take before it looks whether somebody waits for another.
@@ -105,6 +105,21 @@ impl Shared {
             }
             tried.push(layer);
         }
+    }
+
+    /// Forgets guesses that were asked for or given up, once there are many: those left are as many
+    /// as there is room for, or wait to be read.
+    pub(super) fn forget_settled_guesses(&self, account: &mut Account) {
+        if account.guesses.len() <= GUESSES_NOTED_MAX {
+            return;
+        }
+        account.guesses.retain(|((layer, expert), _)| {
+            let state = self.layers[*layer as usize].lock();
+            matches!(
+                state.entries[*expert as usize],
+                Entry::Loading { ahead: true, .. } | Entry::Ready { ahead: true, .. }
+            )
+        });
     }
 
     /// Evicts the oldest guess whose layer has been computed since, or that was asked for.
@@ -243,11 +258,11 @@ impl Shared {
     pub(super) fn give_up(&self, key: Key) {
         let entry = &mut self.layers[key.0 as usize].lock().entries[key.1 as usize];
         match entry {
-            Entry::Loading { waiters: 0, has_room: false, .. } => {
+            Entry::Loading { waiters: 0, has_room: false, ahead } => {
+                self.counters.dropped_no_room.add(u64::from(*ahead));
                 *entry = Entry::Absent;
-                self.counters.dropped_no_room.add(1);
             }
-            Entry::Loading { has_room: false, .. } => self.jobs.push(Kind::Demand, &[key]),
+            Entry::Loading { has_room: false, .. } => self.jobs.need(&[key]),
             _ => {}
         }
     }
@@ -260,17 +275,12 @@ impl Shared {
     ) -> Result<PageBuffer, LoadError> {
         let bytes = self.bytes_of(job.key) as usize;
         let mut slot = if data.len() == bytes { data } else { PageBuffer::zeroed(bytes) };
-        let name = || name_of(job.key);
-        match job.kind {
-            Kind::Ahead => {
-                let mut pace = GiveWay { shared: self, key: job.key };
-                self.store.load(job.key, &name, memory, &mut slot, &mut pace)?;
-            }
-            Kind::Demand | Kind::Warm => {
-                let pace = &mut AtOnce;
-                self.store.load(job.key, &name, memory, &mut slot, pace)?;
-            }
-        }
+        let (mut give_way, mut at_once) = (GiveWay { shared: self, key: job.key }, AtOnce);
+        let pace: &mut dyn Pace = match job.kind {
+            Kind::Ahead => &mut give_way,
+            Kind::Demand | Kind::Warm => &mut at_once,
+        };
+        self.store.load(job.key, memory, &mut slot, pace)?;
         self.counters.loads.add(1);
         Ok(slot)
     }
@@ -329,9 +339,4 @@ impl Shared {
 fn is_free(entry: &Entry) -> bool {
     // New holders appear under the layer's lock only, which the caller has.
     matches!(entry, Entry::Ready { slot, waiters: 0, .. } if Arc::strong_count(slot) == 1)
-}
-
-/// Name of an expert in messages.
-fn name_of(key: Key) -> String {
-    format!("layer {} expert {}", key.0, key.1)
 }

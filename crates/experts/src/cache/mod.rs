@@ -15,6 +15,7 @@ mod loading;
 pub mod policy;
 mod queue;
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -25,7 +26,7 @@ use smallvec::SmallVec;
 
 use self::counters::{CacheCounters, Phase, Tier};
 use self::policy::{LayerPolicy, NOTHING};
-use self::queue::{Jobs, Kind};
+use self::queue::Jobs;
 use crate::backend::FEW_EXPERTS;
 use crate::load::LoadError;
 use crate::reader::PageBuffer;
@@ -40,6 +41,9 @@ const COME_TRUE_SHARE_MIN: f64 = 0.6;
 const GUESSES_JUDGED: u64 = 64;
 /// Lists of guesses of which one is read although guesses do not pay.
 const TRIAL_EVERY: u64 = 32;
+
+/// Guesses noted before those that are settled are looked for.
+const GUESSES_NOTED_MAX: usize = 128;
 
 /// Limits of the cache.
 #[derive(Clone, Copy, Debug)]
@@ -136,7 +140,7 @@ struct Account {
     pinned: i64,
     spare: Vec<PageBuffer>,
     /// Guessed experts, oldest first, with the requests their layer had had.
-    guesses: std::collections::VecDeque<(Key, u64)>,
+    guesses: VecDeque<(Key, u64)>,
 }
 
 /// Experts of a request that were in memory.
@@ -210,8 +214,11 @@ impl ExpertCache {
         let options = CacheOptions { ahead_bytes: options.ahead_bytes.min(room), ..options };
         let shared = Arc::new(Shared {
             layers: layers.collect(),
-            account: Mutex::default(),
-            jobs: Jobs::default(),
+            account: Mutex::new(Account {
+                guesses: VecDeque::with_capacity(2 * GUESSES_NOTED_MAX),
+                ..Account::default()
+            }),
+            jobs: Jobs::new(),
             starved: AtomicUsize::new(0),
             store,
             options,
@@ -327,7 +334,7 @@ impl ExpertCache {
             shard.publish_floor(state);
         }
         shared.count_asked_for(asked_for);
-        shared.jobs.push(Kind::Demand, &missing);
+        shared.jobs.need(&missing);
         (ready, pending)
     }
 
@@ -363,7 +370,11 @@ impl ExpertCache {
             state.requests
         };
         counters.issued.add(missing.len() as u64);
-        shared.account().guesses.extend(missing.iter().map(|key| (*key, requests)));
+        {
+            let mut account = shared.account();
+            account.guesses.extend(missing.iter().map(|key| (*key, requests)));
+            shared.forget_settled_guesses(&mut account);
+        }
         // Older guesses that were not begun give way to better ones.
         for key in shared.jobs.replace_guesses(&missing) {
             shared.give_up(key);
@@ -404,7 +415,7 @@ impl ExpertCache {
                 missing.push(key);
             }
         }
-        shared.jobs.push(Kind::Warm, &missing);
+        shared.jobs.warm(&missing);
     }
 
     /// Waits until nothing is left to warm the cache with.

@@ -8,6 +8,8 @@ use super::Key;
 
 /// Guesses that wait; older ones are forgotten.
 const GUESSES_MAX: usize = 32;
+/// Loads queued at a time, as a rule.
+const DEMAND_USUAL: usize = 64;
 /// Time over which idleness is averaged.
 const IDLE_WINDOW_S: f64 = 1.0;
 
@@ -107,7 +109,10 @@ impl Queues {
 #[derive(Debug, Default)]
 pub(crate) struct Jobs {
     queues: Mutex<Queues>,
+    /// The loaders: work for them.
     changed: Condvar,
+    /// Loaders that wait for room.
+    room_changed: Condvar,
     /// The thread that reads guesses: work for it, or its turn to go on.
     ahead_changed: Condvar,
     /// Those who wait for the cache to be warm.
@@ -115,23 +120,36 @@ pub(crate) struct Jobs {
 }
 
 impl Jobs {
+    /// An empty queue, with memory for as many as a token needs.
+    pub fn new() -> Jobs {
+        let jobs = Jobs::default();
+        {
+            let mut queues = jobs.lock();
+            queues.demand.reserve(DEMAND_USUAL);
+            queues.ahead.reserve(2 * GUESSES_MAX);
+        }
+        jobs
+    }
+
     fn lock(&self) -> MutexGuard<'_, Queues> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queues loads.
-    pub fn push(&self, kind: Kind, keys: &[Key]) {
+    /// Queues loads that somebody waits for.
+    pub fn need(&self, keys: &[Key]) {
         if keys.is_empty() {
             return;
         }
         let mut queues = self.lock();
-        match kind {
-            Kind::Demand => queues.demand.extend(keys),
-            Kind::Warm => queues.warm.extend(keys),
-            Kind::Ahead => queues.ahead.extend(keys),
-        }
+        queues.demand.extend(keys);
         queues.update_busy();
         drop(queues);
+        keys.iter().for_each(|_| self.changed.notify_one());
+    }
+
+    /// Queues loads to fill the cache.
+    pub fn warm(&self, keys: &[Key]) {
+        self.lock().warm.extend(keys);
         self.changed.notify_all();
     }
 
@@ -171,7 +189,9 @@ impl Jobs {
         // Its reader may wait for its turn: it has come.
         queues.turns += 1;
         drop(queues);
-        self.changed.notify_all();
+        if found {
+            self.changed.notify_one();
+        }
         self.ahead_changed.notify_all();
         found
     }
@@ -266,7 +286,7 @@ impl Jobs {
     pub fn wait_for_room(&self, seen: u64) -> bool {
         let mut queues = self.lock();
         while queues.room_signals == seen && !queues.stop {
-            queues = wait(&self.changed, queues);
+            queues = wait(&self.room_changed, queues);
         }
         !queues.stop
     }
@@ -274,7 +294,7 @@ impl Jobs {
     /// Says that room has become free.
     pub fn signal_room(&self) {
         self.lock().room_signals += 1;
-        self.changed.notify_all();
+        self.room_changed.notify_all();
     }
 
     /// Waits until nothing is left to warm the cache with.
@@ -304,6 +324,7 @@ impl Jobs {
     pub fn stop(&self) {
         self.lock().stop = true;
         self.changed.notify_all();
+        self.room_changed.notify_all();
         self.ahead_changed.notify_all();
         self.warm_changed.notify_all();
     }

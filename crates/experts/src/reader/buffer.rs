@@ -29,6 +29,15 @@ impl PageBuffer {
         PageBuffer { start, len: layout.size() }
     }
 
+    /// Makes the buffer hold at least `len` bytes, whatever was in it. A smaller one is given back
+    /// first, so that there are never two.
+    pub fn grow_to(&mut self, len: usize) {
+        if self.len < len {
+            *self = PageBuffer::default();
+            *self = PageBuffer::zeroed(len);
+        }
+    }
+
     /// Bytes of a buffer for `len` bytes.
     pub fn bytes_for(len: usize) -> usize {
         len.checked_next_multiple_of(PAGE_BYTES).unwrap_or(usize::MAX)

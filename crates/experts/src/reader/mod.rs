@@ -259,6 +259,16 @@ impl Reader {
         self.files.path(file)
     }
 
+    /// Another reader of the same files, with a count of its own.
+    pub fn counting_apart(&self) -> Reader {
+        Reader { bytes: Arc::new(AtomicU64::new(0)), ..self.clone() }
+    }
+
+    /// What the files' reads are aligned to.
+    pub fn alignment(&self) -> usize {
+        self.files.alignment()
+    }
+
     /// Bytes of buffer that [`Reader::read_span`] needs for `len` bytes wherever they lie.
     pub fn span_bytes(&self, len: usize) -> usize {
         match self.files.alignment() {

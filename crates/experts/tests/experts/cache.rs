@@ -7,7 +7,7 @@ use experts::cache::{CacheOptions, ExpertCache, Key, Lease};
 use experts::load::{LoadMemory, load_expert};
 use experts::reader::{AtOnce, PageBuffer};
 
-use crate::support::{Answer, cache, layers, model, reader, small_model, table};
+use crate::support::{Answer, cache, guessing, layers, model, reader, small_model, table};
 
 struct Noise(u64);
 
@@ -31,8 +31,8 @@ fn truth(model: &Model) -> HashMap<Key, Vec<u8>> {
     let load = |key| {
         let source = table.expert(key);
         let mut slot = PageBuffer::zeroed(source.slot_bytes() as usize);
-        let (memory, name) = (&mut LoadMemory::default(), || "expert".to_owned());
-        load_expert(&reader, &name, source, memory, &mut slot, &mut AtOnce).unwrap();
+        let memory = &mut LoadMemory::default();
+        load_expert(&reader, key, source, memory, &mut slot, &mut AtOnce).unwrap();
         let view = source.desc.view(&slot);
         (key, [view.gate.data, view.up.data, view.down.data].concat())
     };
@@ -59,12 +59,9 @@ fn random_use(used: Use) {
     let table = table(&model);
     let layers = layers(&model);
     let experts = table.layer(layers[0]).len() as u64;
-    let slot = table.slot_bytes_max();
     let options = CacheOptions {
-        ahead_bytes: if used.guesses { 2 * slot } else { 0 },
         per_layer_max: used.per_layer_max,
-        idle_share_min: 0.0,
-        ..CacheOptions::new(used.slots * slot, used.loaders)
+        ..guessing(&model, used.slots, if used.guesses { 2 } else { 0 }, used.loaders)
     };
     let cache = cache(&model, options, move |call, _, _, _| match call % 64 {
         7 if used.failures => Answer::Error(ErrorKind::Other),
@@ -255,13 +252,7 @@ fn guesses_use_room_of_their_own_and_never_evict_what_was_asked_for() {
     let model = model();
     let all = layers(&model);
     let (layer, next) = (all[0], all[1]);
-    let slot = table(&model).slot_bytes_max();
-    let options = CacheOptions {
-        ahead_bytes: 2 * slot,
-        idle_share_min: 0.0,
-        ..CacheOptions::new(6 * slot, 2)
-    };
-    let cache = cache(&model, options, |_, _, _, _| Answer::Real);
+    let cache = cache(&model, guessing(&model, 6, 2, 2), |_, _, _, _| Answer::Real);
     let ask = |layer: usize, experts: &[u32]| {
         let wanted: Vec<_> = experts.iter().map(|expert| (*expert, 1)).collect();
         let (ready, mut pending) = cache.request(layer, &wanted, 1);
@@ -291,13 +282,7 @@ fn guesses_use_room_of_their_own_and_never_evict_what_was_asked_for() {
 fn a_guess_that_comes_true_is_neither_a_hit_nor_a_miss() {
     let model = model();
     let layer = layers(&model)[0];
-    let slot = table(&model).slot_bytes_max();
-    let options = CacheOptions {
-        ahead_bytes: 2 * slot,
-        idle_share_min: 0.0,
-        ..CacheOptions::new(6 * slot, 2)
-    };
-    let cache = cache(&model, options, |_, _, _, _| Answer::Real);
+    let cache = cache(&model, guessing(&model, 6, 2, 2), |_, _, _, _| Answer::Real);
     cache.guess(layer, &[5]);
     // The guess is read in its own time; asking does not wait for it to begin.
     while cache.counters().loads.get() == 0 {
@@ -317,13 +302,12 @@ fn guesses_that_never_come_true_are_soon_tried_rarely() {
     let model = model();
     let all = layers(&model);
     let (layer, next) = (all[0], all[1]);
-    let slot = table(&model).slot_bytes_max();
-    let options =
-        CacheOptions { ahead_bytes: slot, idle_share_min: 0.0, ..CacheOptions::new(4 * slot, 1) };
-    let cache = cache(&model, options, |_, _, _, _| Answer::Real);
+    let cache = cache(&model, guessing(&model, 4, 1, 1), |_, _, _, _| Answer::Real);
     for round in 0..2000 {
         cache.guess(next, &[round % 20]);
-        while cache.counters().issued.get() > cache.counters().loads.get() + 1 {
+        // All but the one that lies there have come to an end.
+        let counters = cache.counters();
+        while counters.issued.get() > counters.wasted.get() + counters.dropped_no_room.get() + 1 {
             std::thread::yield_now();
         }
         let (_, mut pending) = cache.request(next, &[(23, 1)], 1);

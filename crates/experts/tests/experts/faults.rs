@@ -8,7 +8,7 @@ use experts::load::{LoadMemory, load_expert};
 use experts::reader::{AtOnce, PageBuffer};
 use experts::{LoadError, ReadError};
 
-use crate::support::{Answer, cache, layers, model, reader, table};
+use crate::support::{Answer, cache, guessing, layers, model, reader, table};
 
 /// Bytes of expert 0 of the first sparse layer, read through a script.
 fn load_through(
@@ -16,10 +16,11 @@ fn load_through(
 ) -> Result<Vec<u8>, LoadError> {
     let model = model();
     let table = table(&model);
-    let source = table.iter().next().unwrap();
+    let key = table.keys().next().unwrap();
+    let source = table.expert(key);
     let mut slot = PageBuffer::zeroed(source.slot_bytes() as usize);
     let (reader, memory) = (reader(&model, script), &mut LoadMemory::default());
-    load_expert(&reader, &|| "expert".to_owned(), source, memory, &mut slot, &mut AtOnce)?;
+    load_expert(&reader, key, source, memory, &mut slot, &mut AtOnce)?;
     Ok(slot[..source.desc.bytes()].to_vec())
 }
 
@@ -113,10 +114,7 @@ fn a_failed_load_leaves_nothing_behind_and_the_next_request_reads_again() {
 fn ten_thousand_guesses_of_which_every_tenth_fails_cost_no_slot() {
     let model = model();
     let layer = layers(&model)[0];
-    let slot = table(&model).slot_bytes_max();
-    let options =
-        CacheOptions { ahead_bytes: slot, idle_share_min: 0.0, ..CacheOptions::new(3 * slot, 1) };
-    let cache = cache(&model, options, |call, _, _, _| match call % 10 {
+    let cache = cache(&model, guessing(&model, 3, 1, 1), |call, _, _, _| match call % 10 {
         3 => Answer::Error(ErrorKind::Other),
         _ => Answer::Real,
     });

@@ -42,8 +42,7 @@ fn a_dying_mirror_is_left_within_the_read_and_tried_again_later() {
     let load = |store: &ExpertStore, at: usize| {
         let key = keys[at % keys.len()];
         let mut slot = PageBuffer::zeroed(store.table().expert(key).slot_bytes() as usize);
-        let (memory, name) = (&mut LoadMemory::default(), || "expert".to_owned());
-        store.load(key, &name, memory, &mut slot, &mut AtOnce).unwrap();
+        store.load(key, &mut LoadMemory::default(), &mut slot, &mut AtOnce).unwrap();
         slot.to_vec()
     };
     let next = AtomicUsize::new(0);

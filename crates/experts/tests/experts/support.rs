@@ -104,6 +104,16 @@ pub fn cache(
     ExpertCache::new(store(model, script), options).unwrap()
 }
 
+/// A cache of so many slots, some of them for guesses, which are read however busy the drive is.
+pub fn guessing(model: &Model, slots: u64, for_guesses: u64, loaders: usize) -> CacheOptions {
+    let slot = table(model).slot_bytes_max();
+    CacheOptions {
+        ahead_bytes: for_guesses * slot,
+        idle_share_min: 0.0,
+        ..CacheOptions::new(slots * slot, loaders)
+    }
+}
+
 /// Layers that have experts.
 pub fn layers(model: &Model) -> Vec<usize> {
     let table = table(model);

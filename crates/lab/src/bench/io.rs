@@ -171,15 +171,15 @@ pub fn drop_cached(model: &Model) -> Result<(), LabError> {
 
 /// 10^9 bytes per second of experts loaded as the engine loads them.
 fn expert_rate(table: &ExpertTable, reader: &Reader, round: usize) -> Result<f64, LabError> {
-    let sources: Vec<_> = table.iter().collect();
-    let stride = scatter(sources.len());
+    let keys: Vec<_> = table.keys().collect();
+    let stride = scatter(keys.len());
     let mut wanted = Vec::new();
     let mut total = 0;
-    for at in 0..sources.len() {
+    for at in 0..keys.len() {
         if total < SAMPLE_BYTES {
-            let source = sources[(round + at) * stride % sources.len()];
-            total += source.file_bytes();
-            wanted.push(source);
+            let key = keys[(round + at) * stride % keys.len()];
+            total += table.expert(key).file_bytes();
+            wanted.push(key);
         }
     }
     let next = AtomicUsize::new(0);
@@ -187,12 +187,10 @@ fn expert_rate(table: &ExpertTable, reader: &Reader, round: usize) -> Result<f64
     on_readers(|| {
         let mut memory = LoadMemory::default();
         let mut slot = PageBuffer::default();
-        while let Some(source) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
-            if slot.len() < source.slot_bytes() as usize {
-                slot = PageBuffer::zeroed(source.slot_bytes() as usize);
-            }
-            let name = || "an expert".to_owned();
-            load_expert(reader, &name, source, &mut memory, &mut slot, &mut AtOnce)?;
+        while let Some(&key) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let source = table.expert(key);
+            slot.grow_to(source.slot_bytes() as usize);
+            load_expert(reader, key, source, &mut memory, &mut slot, &mut AtOnce)?;
         }
         Ok(())
     })?;

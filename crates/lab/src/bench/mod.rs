@@ -36,7 +36,7 @@ pub struct Rates {
 
 impl Rates {
     /// Of at least one value.
-    fn of(mut values: Vec<f64>) -> Rates {
+    pub fn of(mut values: Vec<f64>) -> Rates {
         values.sort_by(f64::total_cmp);
         let half = values.len() / 2;
         let median = if values.len().is_multiple_of(2) {

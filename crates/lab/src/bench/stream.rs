@@ -1,12 +1,14 @@
 //! Decoding a model whose experts do not fit in memory, beside what its drive allows.
 
+use experts::ExpertStats;
 use runtime::Engine;
 
+use super::decode::Run;
 use super::io::{Device, drop_cached};
 use super::{Rates, decode};
 use crate::error::LabError;
 
-/// Figures of decoding from a drive. Times are of one token, on average over a repetition.
+/// Figures of decoding from a drive, medians of the repetitions. Times are of one token.
 #[derive(Clone, Debug)]
 pub struct StreamFigures {
     /// Tokens per second.
@@ -54,54 +56,40 @@ pub fn stream(
     repetitions: usize,
 ) -> Result<StreamFigures, LabError> {
     let device = Device::of(&engine.model().shards)?;
-    let mut figures: Option<StreamFigures> = None;
-    let (mut rates, mut devices) = (Vec::new(), Vec::new());
-    let (mut device_ratios, mut time_ratios) = (Vec::new(), Vec::new());
+    let mut runs = Vec::new();
     for repetition in 0..=repetitions.max(1) {
         drop_cached(engine.model())?;
         // Before and after: the drive may be shared.
         let first = device.measure(2 * repetition)?;
         let run = decode::run(engine, 0..1, tokens)?;
-        let ([before, after], wall_s) = (run.stats, run.seconds);
-        let device_gb_per_s = (first + device.measure(2 * repetition + 1)?) / 2.0;
-        let per_token = |seconds: f64| seconds * 1e3 / tokens as f64;
-        let bytes = (after.bytes_read - before.bytes_read) as f64;
-        let (demand_s, known_s) = (after.busy_s - before.busy_s, after.known_s - before.known_s);
-        let idle_s = (wall_s - known_s).max(0.0);
-        let of_chosen = |count: u64| count as f64 / run.chosen().max(1) as f64;
-        let fingerprint = run.fingerprints.concat();
-        if let Some(earlier) = &figures
-            && earlier.fingerprint != fingerprint
-        {
-            return Err(LabError::Check("two repetitions gave different logits".to_owned()));
-        }
-        if repetition > 0 {
-            rates.push(tokens as f64 / wall_s);
-            devices.push(device_gb_per_s);
-            device_ratios.push(bytes / known_s.max(1e-9) / 1e9 / device_gb_per_s);
-            time_ratios.push(wall_s / (bytes / device_gb_per_s / 1e9 + idle_s));
-        }
-        let none = Rates { median: 0.0, spread: (0.0, 0.0) };
-        figures = Some(StreamFigures {
-            tok_per_s: none,
-            bytes_per_token: bytes / tokens as f64,
-            hit_rate: of_chosen(after.hits - before.hits),
-            guessed_rate: of_chosen(after.guessed_hits - before.guessed_hits),
-            demand_ms: per_token(demand_s),
-            idle_ms: per_token(idle_s),
-            wait_ms: per_token(after.wait_s - before.wait_s),
-            device_gb_per_s: none,
-            device_ratio: none,
-            time_ratio: none,
-            fingerprint,
-        });
+        runs.push((run, (first + device.measure(2 * repetition + 1)?) / 2.0));
     }
-    let missing = || LabError::Check("no repetition was run".to_owned());
+    if runs.iter().any(|(run, _)| run.fingerprints != runs[0].0.fingerprints) {
+        return Err(LabError::Check("two repetitions gave different logits".to_owned()));
+    }
+    // The first one filled the cache.
+    let counted = &runs[1..];
+    let each = |figure: &dyn Fn(&Run, f64) -> f64| {
+        Rates::of(counted.iter().map(|(run, device)| figure(run, *device)).collect())
+    };
+    let bytes = |run: &Run| (run.stats[1].bytes_read - run.stats[0].bytes_read) as f64;
+    let known_s = |run: &Run| run.stats[1].known_s - run.stats[0].known_s;
+    let idle_s = |run: &Run| (run.seconds - known_s(run)).max(0.0);
+    let since = |run: &Run, of: fn(&ExpertStats) -> f64| of(&run.stats[1]) - of(&run.stats[0]);
+    let of_chosen =
+        |run: &Run, of: fn(&ExpertStats) -> f64| since(run, of) / run.chosen().max(1) as f64;
+    let ms = |seconds: f64| seconds * 1e3 / tokens as f64;
     Ok(StreamFigures {
-        tok_per_s: Rates::of(rates),
-        device_gb_per_s: Rates::of(devices),
-        device_ratio: Rates::of(device_ratios),
-        time_ratio: Rates::of(time_ratios),
-        ..figures.ok_or_else(missing)?
+        tok_per_s: each(&|run, _| tokens as f64 / run.seconds),
+        bytes_per_token: each(&|run, _| bytes(run) / tokens as f64).median,
+        hit_rate: each(&|run, _| of_chosen(run, |stats| stats.hits as f64)).median,
+        guessed_rate: each(&|run, _| of_chosen(run, |stats| stats.guessed_hits as f64)).median,
+        demand_ms: each(&|run, _| ms(since(run, |stats| stats.busy_s))).median,
+        idle_ms: each(&|run, _| ms(idle_s(run))).median,
+        wait_ms: each(&|run, _| ms(since(run, |stats| stats.wait_s))).median,
+        device_gb_per_s: each(&|_, device| device),
+        device_ratio: each(&|run, device| bytes(run) / known_s(run).max(1e-9) / 1e9 / device),
+        time_ratio: each(&|run, device| run.seconds / (bytes(run) / device / 1e9 + idle_s(run))),
+        fingerprint: runs[0].0.fingerprints.concat(),
     })
 }

@@ -196,3 +196,50 @@ fn a_flipped_byte_of_a_record_fails_its_expert_by_name_and_nothing_else() {
         }
     }
 }
+
+#[test]
+fn a_table_of_records_that_is_not_true_is_refused_when_the_model_is_opened() {
+    let dir = tempfile::tempdir().unwrap();
+    let native = dir.path().join("native");
+    converted(&root().join("fixtures/oracle/glm-int4-g64"), &native, Layout::R16k4);
+    let path = native.join("model.safetensors");
+    let good = std::fs::read(&path).unwrap();
+    let open = || Model::open(std::slice::from_ref(&native));
+    let model = open().unwrap();
+    let record = *model.expert_record(1, 2).unwrap();
+    let start = model.shards.files()[0].data_start;
+    let row = format!("\\\"1.2\\\":[{},{},\\\"", record.offset - start, record.len);
+    let at = good.windows(row.len()).position(|bytes| bytes == row.as_bytes()).unwrap();
+    let digits = |number: u64| number.to_string().len();
+    let offset_at = at + "\\\"1.2\\\":[".len();
+    let len_at = offset_at + digits(record.offset - start) + 1;
+    let hash_at = at + row.len();
+    // What is changed to what, and a word of the answer.
+    let cases: [(usize, u8, &str); 6] = [
+        (at + 2, b'x', "layer.expert"),
+        // Two rows of one expert.
+        (at + 4, b'1', "written twice"),
+        (offset_at + digits(record.offset - start) - 1, b'1', "multiples of 4096"),
+        (offset_at, b'9', "beyond"),
+        (len_at, b'2', "record of layer 1, expert 2"),
+        (hash_at, b'g', "hexadecimal"),
+    ];
+    for (at, byte, needle) in cases {
+        let mut bad = good.clone();
+        assert_ne!(bad[at], byte);
+        bad[at] = byte;
+        std::fs::write(&path, &bad).unwrap();
+        let error = open().unwrap_err().to_string();
+        assert!(error.contains("model.safetensors"), "{error}");
+        assert!(error.contains(needle), "{needle}: {error}");
+    }
+    // A record that lies at another expert's place.
+    let other = model.expert_record(1, 1).unwrap().offset - start;
+    let (own, other) = (record.offset - start, other);
+    assert_eq!(digits(own), digits(other), "choose experts whose offsets are as long");
+    let mut bad = good.clone();
+    bad[offset_at..offset_at + digits(own)].copy_from_slice(other.to_string().as_bytes());
+    std::fs::write(&path, &bad).unwrap();
+    let error = open().unwrap_err().to_string();
+    assert!(error.contains("record of layer 1, expert 2"), "{error}");
+}
