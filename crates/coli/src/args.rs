@@ -66,6 +66,8 @@ pub enum Command {
     Synth(SynthArgs),
     /// Show what a model takes and gives on this machine, and what binds
     Plan(PlanArgs),
+    /// Measure which settings are fastest on this machine, and keep them for this model
+    Tune(TuneArgs),
     /// Measure speed beside the physical limit
     Bench(BenchArgs),
     /// Keep copies of experts on another drive
@@ -110,10 +112,9 @@ pub struct EngineArgs {
     /// numerics version, see coli info]; another list gives other bits
     #[arg(long, value_name = "CLASSES", env = "COLI_INT8_CLASSES", value_delimiter = ',')]
     pub int8_classes: Option<Vec<String>>,
-    /// Prompt tokens per step
-    #[arg(long, value_name = "N", env = "COLI_PREFILL_CHUNK",
-          default_value_t = runtime::engine::PREFILL_CHUNK, value_parser = parse_count)]
-    pub prefill_chunk: usize,
+    /// Prompt tokens per step [default: 512]
+    #[arg(long, value_name = "N", env = "COLI_PREFILL_CHUNK", value_parser = parse_count)]
+    pub prefill_chunk: Option<usize>,
     /// Most experts kept in memory per layer, for tests
     #[arg(long, value_name = "N", env = "COLI_CACHE_EXPERTS", value_parser = parse_count)]
     pub cache_experts: Option<usize>,
@@ -122,16 +123,16 @@ pub struct EngineArgs {
     /// [default: buffered when all experts fit in memory, else direct]
     #[arg(long, value_name = "MODE", env = "COLI_IO", value_parser = parse_io)]
     pub io: Option<IoMode>,
+    /// Most GB (10^9 bytes) of experts read per second: leaves the drive to others, or shows what a
+    /// slower one would give
+    #[arg(long, value_name = "GB/S", env = "COLI_READ_LIMIT", value_parser = parse_rate,
+          allow_negative_numbers = true)]
+    pub read_limit: Option<u64>,
     /// What is read before it is asked for, while the drive is idle: off, router (what the next
     /// layer's router would choose now), or pairs (what most often followed, see --pairs)
-    #[arg(
-        long,
-        value_name = "WHAT",
-        env = "COLI_PREFETCH",
-        default_value = "router",
-        conflicts_with = "no_prefetch"
-    )]
-    pub prefetch: Prefetch,
+    /// [default: router]
+    #[arg(long, value_name = "WHAT", env = "COLI_PREFETCH", conflicts_with = "no_prefetch")]
+    pub prefetch: Option<Prefetch>,
     /// The same as --prefetch off
     #[arg(long)]
     pub no_prefetch: bool,
@@ -151,6 +152,9 @@ pub struct EngineArgs {
     #[arg(long, value_name = "WHICH", env = "COLI_PIN", default_value = "auto",
           value_parser = parse_pin)]
     pub pin: Pin,
+    /// Ignore the settings that coli tune found for this model
+    #[arg(long, env = "COLI_NO_TUNED")]
+    pub no_tuned: bool,
     /// Leave the history of routed experts as it is
     #[arg(long, env = "COLI_NO_USAGE")]
     pub no_usage: bool,
@@ -386,8 +390,37 @@ pub struct PlanArgs {
     pub engine: EngineArgs,
 }
 
-/// `coli convert`. Formats: f32 bf16 f16 int8-row int4-row int2-row int4-g{16,32,48,64,96,128,192,256}
-/// int3-g64 e8-iq3 mxfp4 fp8-e4m3-b128 fp8-e4m3-b128-ue8m0.
+/// `coli tune`.
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Tries values of --io and --prefetch (where experts are streamed), --threads and --prefill-chunk,
+one after another, under the memory ceiling of --ram, and keeps what is clearly faster. Results are
+the same with every setting. What was found is used by run, chat, oracle, score and plan wherever no
+flag says otherwise; benches never use it.")]
+pub struct TuneArgs {
+    /// Generated tokens per measurement
+    #[arg(long, value_name = "N", default_value_t = 24, value_parser = parse_count)]
+    pub tokens: usize,
+    /// Prompt tokens per measurement
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = parse_count)]
+    pub prompt: usize,
+    /// Measure and show, keep nothing
+    #[arg(long, conflicts_with = "forget")]
+    pub dry_run: bool,
+    /// Make one measurement, for the process that asks for it
+    #[arg(long, value_name = "JSON", hide = true)]
+    pub measurement: Option<String>,
+    /// Forget what was found for this model, and measure nothing
+    #[arg(long)]
+    pub forget: bool,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+}
+
+/// `coli convert`.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Formats: f32, bf16, f16, int8-row (int8), int4-row, int2-row, int4-g16 … int4-g256, int3-g64,
@@ -575,6 +608,17 @@ fn parse_gb(text: &str) -> Result<u64, String> {
         return Err("must be above 0 and at most 10^9".to_owned());
     }
     Ok((gb * 1e9) as u64)
+}
+
+/// Least and greatest rate of `--read-limit`, in 10^9 bytes per second.
+const READ_LIMITS: std::ops::RangeInclusive<f64> = 0.001..=1000.0;
+
+fn parse_rate(text: &str) -> Result<u64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if READ_LIMITS.contains(&rate) => Ok((rate * 1e9) as u64),
+        Ok(_) => Err("must be from 0.001 to 1000".to_owned()),
+        Err(_) => Err("not a number of gigabytes per second".to_owned()),
+    }
 }
 
 fn parse_count(text: &str) -> Result<usize, String> {

@@ -13,6 +13,7 @@ mod input;
 mod interrupt;
 mod model;
 mod progress;
+mod tuned;
 
 use std::process::ExitCode;
 
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
         Command::Synth(args) => cmd::synth::run(&args),
         Command::Bench(args) => cmd::bench::run(&args),
         Command::Plan(args) => cmd::plan::run(&args),
+        Command::Tune(args) => cmd::tune::run(&args),
         Command::Mirror(args) => cmd::mirror::run(&args),
         Command::Route(args) => cmd::route::run(&args),
     };

@@ -4,10 +4,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use container::{Config, Family, Tokenizer};
-use experts::{Pairs, ReadAhead, RouteShape};
+use experts::{IoMode, Pairs, ReadAhead, RouteShape};
 use lab::manifest::Manifest;
 use models::Int8Classes;
 use numerics::{Activations, Isa, NUMERICS_VERSION};
+use runtime::engine::PREFILL_CHUNK;
 use runtime::{Engine, EngineOptions};
 
 use crate::args::{EngineArgs, ModelArgs, Pin, Prefetch, SamplingArgs};
@@ -16,6 +17,7 @@ use crate::failure::Failure;
 use crate::history::History;
 use crate::output;
 use crate::progress::Progress;
+use crate::tuned::{self, Found};
 
 /// The directories of the model that the flags name, primary first.
 pub fn dirs(args: &ModelArgs) -> Result<Vec<PathBuf>, Failure> {
@@ -52,7 +54,28 @@ pub fn dirs(args: &ModelArgs) -> Result<Vec<PathBuf>, Failure> {
     Ok(dirs)
 }
 
-/// Engine options of the flags.
+/// Engine options of the flags, and of what was measured for the model where no flag says
+/// otherwise; what was found is returned too.
+pub fn tuned_options(args: &EngineArgs) -> Result<(EngineOptions, Option<Found>), Failure> {
+    let mut options = engine_options(args)?;
+    let found = (!args.no_tuned).then(|| tuned::find(&options.dirs, args.ram)).flatten();
+    if let Some(found) = &found {
+        let mut settings = found.settings.clone();
+        settings.threads = args.threads.unwrap_or(settings.threads);
+        settings.prefill_chunk = args.prefill_chunk.unwrap_or(settings.prefill_chunk);
+        settings.io = args.io.or(settings.io);
+        let chosen = args.no_prefetch || args.prefetch.is_some();
+        settings.prefetch = settings.prefetch.filter(|_| !chosen);
+        // Mapped files are read by the system.
+        if args.read_limit.is_some() && settings.io == Some(IoMode::Mmap) {
+            settings.io = args.io;
+        }
+        options = settings.apply(&options);
+    }
+    Ok((options, found))
+}
+
+/// Engine options of the flags alone.
 pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
     let isa = match args.isa {
         None => Isa::detect(),
@@ -68,11 +91,12 @@ pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
         int8_classes: int8_classes(args)?,
         context: args.ctx,
         sessions: 1,
-        prefill_chunk: args.prefill_chunk,
+        prefill_chunk: args.prefill_chunk.unwrap_or(PREFILL_CHUNK),
         cache_bytes: None,
         cache_experts: args.cache_experts,
         held_bytes: 0,
         io: args.io,
+        read_limit: args.read_limit,
         mirrors: args.mirror.clone(),
         read_ahead: read_ahead(args)?,
         always_idle: false,
@@ -84,7 +108,10 @@ pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
 
 /// What `--prefetch` and its companions ask for.
 fn read_ahead(args: &EngineArgs) -> Result<ReadAhead, Failure> {
-    let asked = if args.no_prefetch { Prefetch::Off } else { args.prefetch };
+    let asked = match args.no_prefetch {
+        true => Prefetch::Off,
+        false => args.prefetch.unwrap_or(Prefetch::Router),
+    };
     if args.pairs.is_some() && asked != Prefetch::Pairs {
         return Err(Failure::usage("--pairs has no effect without --prefetch pairs"));
     }
@@ -127,7 +154,11 @@ fn int8_classes(args: &EngineArgs) -> Result<Int8Classes, Failure> {
 /// Opens the engine with a progress bar, says what is in effect, and prepares its cache by the
 /// history.
 pub fn open(args: &EngineArgs) -> Result<(Engine, History), Failure> {
-    let engine = open_with(args, engine_options(args)?)?;
+    let (options, found) = tuned_options(args)?;
+    let engine = open_with(args, options)?;
+    if let Some(found) = found {
+        note!("settings of coli tune where no flag says otherwise: {found}");
+    }
     let history = History::open(args, &engine)?;
     Ok((engine, history))
 }

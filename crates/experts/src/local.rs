@@ -70,7 +70,7 @@ const QUEUE_BYTES: u64 = 16 << 20;
 /// waits costs nothing but its stack.
 const LOADERS: std::ops::RangeInclusive<u64> = 4..=32;
 /// Experts that may be read ahead at a time, and their largest share of the cache.
-const AHEAD_EXPERTS: u64 = 8;
+const AHEAD_EXPERTS: u64 = 4;
 const AHEAD_SHARE: u64 = 8;
 
 /// Why a local backend cannot start.

@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 use crate::cache::Key;
 use crate::cache::counters::Counter;
 use crate::load::{ExpertSource, ExpertTable, LoadError, LoadMemory, load_expert, name_of};
-use crate::reader::{FileSet, IoMode, Pace, PageBuffer, ReadError, Reader, open_files};
+use crate::reader::{FileSet, IoMode, Pace, PageBuffer, RateLimit, ReadError, Reader, open_files};
 
 /// Loads for which a drive that failed is left alone, before it is tried again.
 const SICK_LOADS: u64 = 256;
@@ -119,6 +119,11 @@ impl Mirror {
             notice(&format!("{}: {why}", dir.display()));
         }
         Ok(Mirror { dir, reader: Reader::new(opened.files), experts, weight })
+    }
+
+    /// The mirror with a share of a rate that its reads do not go beyond.
+    pub fn limited(self, limit: Option<Arc<RateLimit>>) -> Mirror {
+        Mirror { reader: self.reader.limited(limit), ..self }
     }
 }
 

@@ -10,5 +10,6 @@ pub mod plan;
 pub mod score;
 pub mod shard;
 pub mod synth;
+pub mod tune;
 
 pub use error::LabError;

@@ -54,6 +54,8 @@ pub struct EngineOptions {
     /// How experts are read; `None` chooses: through the page cache when all fit in memory, past it
     /// otherwise.
     pub io: Option<IoMode>,
+    /// Most bytes of experts read per second; `None` sets no limit. Mapped files have none.
+    pub read_limit: Option<u64>,
     /// Directories with copies of experts on other drives, each with its share of reads beside 1.
     pub mirrors: Vec<(PathBuf, f64)>,
     /// What is read before it is asked for.
@@ -85,6 +87,7 @@ impl EngineOptions {
             cache_experts: None,
             held_bytes: 0,
             io: None,
+            read_limit: None,
             mirrors: Vec::new(),
             read_ahead: ReadAhead::Router,
             always_idle: false,
@@ -110,6 +113,9 @@ pub enum OpenError {
     /// Its experts.
     #[error(transparent)]
     Experts(#[from] StartError),
+    /// A limit of reads that are not made by this process.
+    #[error("--read-limit has no effect with --io mmap: the system reads mapped files")]
+    MappedLimit,
     /// A mirror of them.
     #[error(transparent)]
     Mirror(#[from] MirrorError),
@@ -151,6 +157,7 @@ pub struct Engine {
     family: Box<dyn Family>,
     experts: LocalExperts,
     io: IoMode,
+    read_limit: Option<u64>,
     routes: RouteLog,
     compute: Compute,
     ledger: Arc<Ledger>,
@@ -200,6 +207,7 @@ impl Engine {
             family,
             experts,
             io: plan.io,
+            read_limit: options.read_limit,
             routes,
             compute,
             ledger,
@@ -272,6 +280,11 @@ impl Engine {
     /// How experts are read.
     pub fn io(&self) -> IoMode {
         self.io
+    }
+
+    /// Most bytes of experts read per second, if there is a limit.
+    pub fn read_limit(&self) -> Option<u64> {
+        self.read_limit
     }
 
     /// Bytes of dense weights in memory.

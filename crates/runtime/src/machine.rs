@@ -102,6 +102,25 @@ impl Machine {
         Some(bound)
     }
 
+    /// What kind of machine this is: processor, cores, and memory in whole GB.
+    pub fn description(&self) -> String {
+        let processor = self.read("/proc/cpuinfo").and_then(|text| {
+            let line = text.lines().find(|line| line.starts_with("model name"))?;
+            Some(line.split_once(':')?.1.trim().to_owned())
+        });
+        let memory = self.read("/proc/meminfo").and_then(|text| {
+            let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
+            let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+            Some(format!(", {} GB", (kib * 1024 + 500_000_000) / 1_000_000_000))
+        });
+        format!(
+            "{}, {} cores{}",
+            processor.as_deref().unwrap_or(std::env::consts::ARCH),
+            self.compute_threads(),
+            memory.unwrap_or_default()
+        )
+    }
+
     fn status_kib(&self, field: &str) -> Option<u64> {
         let status = self.read("/proc/self/status")?;
         let line = status.lines().find(|line| line.starts_with(field))?;

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use container::{Attention, Config, Model, TensorClass};
 use experts::load::ExpertTable;
-use experts::reader::open_files;
-use experts::{ExpertStore, FileSet, IoMode, LocalExperts, Mirror, Reader};
+use experts::reader::{RateLimit, open_files};
+use experts::{ExpertStore, FileSet, IoMode, LocalExperts, Mirror, MirrorError, Reader};
 use models::{KvShape, PAGE, planned_dense_bytes};
 use numerics::rope::RopeTable;
 use numerics::{Compute, Team};
@@ -137,18 +137,37 @@ impl Prepared {
         // A guess at what will be left: the drive is read past the page cache when it is needed
         // again and again, and through it when everything is read once.
         let fits = dense.saturating_add(experts).saturating_add(scratch) <= limit / 10 * 9;
-        let asked = options.io.unwrap_or(if fits { IoMode::Buffered } else { IoMode::Direct });
-        let opened = open_files(FileSet::open(&model.shards)?, asked);
+        let files = FileSet::open(&model.shards)?;
+        let asked = options.io.unwrap_or_else(|| match fits {
+            true => IoMode::Buffered,
+            // What lies in memory need not be copied within it.
+            false
+                if options.read_limit.is_none()
+                    && files.are_in_memory()
+                    && table.iter().all(|source| source.in_place().is_some()) =>
+            {
+                IoMode::Mmap
+            }
+            false => IoMode::Direct,
+        });
+        let opened = open_files(files, asked);
         if let Some(why) = opened.fallback.as_ref().filter(|_| options.io.is_some()) {
             (options.notice)(why);
         }
         let is_mapped = asked == IoMode::Mmap;
+        if is_mapped && options.read_limit.is_some() {
+            return Err(OpenError::MappedLimit);
+        }
+        let limit_of_reads =
+            options.read_limit.map(|bytes_per_s| Arc::new(RateLimit::new(bytes_per_s as f64)));
         let mirrors = options.mirrors.iter().map(|(dir, weight)| {
-            Mirror::open(dir.clone(), *weight, &model, &table, opened.mode, &options.notice)
+            let mirror =
+                Mirror::open(dir.clone(), *weight, &model, &table, opened.mode, &options.notice)?;
+            Ok(mirror.limited(limit_of_reads.clone()))
         });
-        let mirrors = mirrors.collect::<Result<Vec<_>, _>>()?;
-        let store = ExpertStore::new(table, Reader::new(opened.files))
-            .with_mirrors(mirrors, options.notice.clone());
+        let mirrors = mirrors.collect::<Result<Vec<_>, MirrorError>>()?;
+        let reader = Reader::new(opened.files).limited(limit_of_reads);
+        let store = ExpertStore::new(table, reader).with_mirrors(mirrors, options.notice.clone());
         let in_flight = LocalExperts::in_flight_bytes(&store, &options.read_ahead);
         let mut plan = MemoryPlan {
             limit,

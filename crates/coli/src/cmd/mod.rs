@@ -12,3 +12,4 @@ pub mod route;
 pub mod run;
 pub mod score;
 pub mod synth;
+pub mod tune;

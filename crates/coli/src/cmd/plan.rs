@@ -13,6 +13,9 @@ use crate::{Outcome, history, model, output};
 
 /// Measurements of the drive; the median counts.
 const DEVICE_ROUNDS: usize = 3;
+/// 10^9 coded bytes per second and core beyond which decoding, and no longer the drive, binds
+/// (BENCHMARKS.md, coded experts).
+const DECODE_GB_PER_S: f64 = 0.6;
 
 /// What a token moves and what that takes.
 struct Prediction {
@@ -57,10 +60,10 @@ impl Prediction {
 }
 
 pub fn run(args: &PlanArgs) -> Outcome {
-    let options = model::engine_options(&args.engine)?;
+    let (options, tuned) = model::tuned_options(&args.engine)?;
     let (plan, model, store) = Engine::plan(&options)?;
     let (usage, _) = history::load(&args.engine, &model)?;
-    let prediction = predict(&plan, &model, &store, usage.as_ref())?;
+    let prediction = predict(&plan, &model, &store, usage.as_ref(), options.read_limit)?;
     let advice = advice(&plan, &model, &prediction);
     let experts = store.table().iter().count();
     let kept = (plan.cache() as f64 / (plan.experts.max(1) as f64) * experts as f64) as usize;
@@ -118,7 +121,14 @@ pub fn run(args: &PlanArgs) -> Outcome {
     let rows: Vec<Vec<String>> =
         rows.into_iter().map(|(name, bytes, what)| vec![name.to_owned(), bytes, what]).collect();
     say_part!("{}", output::table(&rows, &[false, true, false]));
-    say!("reads        {}, {}", plan.io.name(), why_io(&plan, args));
+    say!(
+        "reads        {}, {}",
+        plan.io.name(),
+        why_io(&plan, args, tuned.as_ref().is_some_and(|found| found.settings.io.is_some()))
+    );
+    if let Some(found) = &tuned {
+        say!("settings     of coli tune where no flag says otherwise: {found}");
+    }
     let by = if usage.is_some() { "by the history of turns" } else { "if all were chosen alike" };
     let ram = match (prediction.ram_gb_per_s, prediction.ram_s()) {
         (Some(rate), Some(seconds)) => format!("at {rate:.1} GB/s: {:.1} ms", seconds * 1e3),
@@ -145,12 +155,16 @@ pub fn run(args: &PlanArgs) -> Outcome {
     Ok(())
 }
 
-fn why_io(plan: &MemoryPlan, args: &PlanArgs) -> String {
+fn why_io(plan: &MemoryPlan, args: &PlanArgs, is_tuned: bool) -> String {
     if let Some(why) = &plan.fallback {
         return why.clone();
     }
     match (args.engine.io, plan.io) {
         (Some(_), _) => "as asked".to_owned(),
+        (None, _) if is_tuned => "as coli tune measured".to_owned(),
+        (None, IoMode::Mmap) => {
+            "because the files lie in memory and are computed in place".to_owned()
+        }
         (None, IoMode::Buffered) => {
             "because all experts fit in memory and are read once".to_owned()
         }
@@ -165,6 +179,7 @@ fn predict(
     model: &Model,
     store: &ExpertStore,
     usage: Option<&Usage>,
+    read_limit: Option<u64>,
 ) -> Result<Prediction, crate::failure::Failure> {
     let weights = weight_bytes_of(model)?;
     let routed_bytes = weights.expert * weights.routed as f64;
@@ -186,6 +201,7 @@ fn predict(
         }
     };
     let device = Device::of(&model.shards).and_then(|device| {
+        let device = device.limited(read_limit);
         let rates = (0..DEVICE_ROUNDS).map(|round| device.measure(round));
         Ok(Rates::of(rates.collect::<Result<_, _>>()?).median)
     });
@@ -222,10 +238,13 @@ fn advice(plan: &MemoryPlan, model: &Model, prediction: &Prediction) -> Vec<Stri
         let sources = model.expert_sources(layer, expert);
         sources.is_ok_and(|s| s.iter().any(|source| source.layout == Layout::R16k4Rans))
     });
+    let threads = Machine::default().compute_threads() as f64;
+    let decodes_gb_per_s = threads * DECODE_GB_PER_S;
     let int4 = model.report().stored.keys().any(|(class, format)| {
         *class == container::TensorClass::Experts && format.starts_with("int4")
     });
-    if int4 && !coded && prediction.binds() == "the drive" {
+    let slow = prediction.drive_gb_per_s.as_ref().is_ok_and(|rate| *rate < decodes_gb_per_s);
+    if int4 && !coded && slow && prediction.binds() == "the drive" {
         advice.push("coli convert --layout r16k4-rans reads about a tenth fewer bytes".to_owned());
     }
     if prediction.binds() == "the drive" {

@@ -1,4 +1,4 @@
-use crate::support::{arg, fixture, hummingbird, run};
+use crate::support::{arg, fixture, hummingbird, root, run};
 
 #[test]
 fn a_profile_has_every_phase_and_sums_to_the_time_of_the_run() {
@@ -65,4 +65,41 @@ fn a_level_that_the_cpu_lacks_is_refused_with_those_it_has() {
     let args = ["run", "--model", arg(&model), "--ids", "5", "--isa", "amx"];
     let outcome = run(&args).expect(2);
     assert!(outcome.stderr.contains("scalar"), "{}", outcome.stderr);
+}
+
+#[test]
+fn cache_policies_are_compared_on_a_trace_and_what_is_none_is_refused() {
+    let trace = root().join("fixtures/routes/hummingbird-prose.txt");
+    let args = ["bench", "cache", "--trace", arg(&trace), "--json"];
+    let json = run(&args).expect(0).json();
+    for size in json["sizes"].as_array().unwrap() {
+        let rate = |policy: &str| size["hit_rates"][policy].as_f64().unwrap();
+        assert!(rate("lru") < rate("ours") && rate("ours") < rate("belady"), "{json}");
+        let gap = size["belady_gap"].as_f64().unwrap();
+        assert!((gap - (rate("belady") - rate("ours"))).abs() < 1e-12, "{json}");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let bad = dir.path().join("trace");
+    for (text, what) in [("", "no calls"), ("hello\n", "line 1")] {
+        std::fs::write(&bad, text).unwrap();
+        let outcome = run(&["bench", "cache", "--trace", arg(&bad)]).expect(2);
+        assert!(outcome.stderr.contains(what), "{text:?}: {}", outcome.stderr);
+    }
+    run(&["bench", "cache", "--trace", arg(&dir.path().join("none"))]).expect(2);
+}
+
+#[test]
+fn reads_keep_to_their_limit_and_mapped_files_take_none() {
+    let model = hummingbird();
+    let args = ["run", "--model", arg(&model), "--ids", "1,2", "--max-tokens", "2", "--json"];
+    let outcome = run(&[&args[..], &["--io", "mmap", "--read-limit", "1"]].concat()).expect(2);
+    assert!(outcome.stderr.contains("--read-limit has no effect"), "{}", outcome.stderr);
+    for limit in ["0", "nan", "fast", "-1"] {
+        run(&[&args[..], &["--read-limit", limit]].concat()).expect(2);
+    }
+    let started = std::time::Instant::now();
+    let json = run(&[&args[..], &["--read-limit", "0.02"]].concat()).expect(0).json();
+    // A lower bound only: a busy machine takes longer.
+    let least_s = json["bytes_read"].as_f64().unwrap() / 0.02e9;
+    assert!(started.elapsed().as_secs_f64() >= least_s, "{json}");
 }

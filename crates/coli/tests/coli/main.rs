@@ -8,3 +8,4 @@ mod memory;
 mod mirror;
 mod route;
 mod support;
+mod tune;

@@ -77,6 +77,9 @@ fn a_model_three_times_the_ceiling_runs_within_it_with_the_bits_of_unlimited_mem
             "64",
             "--prefill-chunk",
             "8",
+            // A temporary directory in memory would be mapped.
+            "--io",
+            "buffered",
         ])
     };
     let (small, peak) = run_with("0.13");

@@ -49,6 +49,7 @@ pub fn coli() -> Command {
     }
     // Tests leave no history and are the same whatever was run before.
     command.env("COLI_NO_USAGE", "true").env("COLI_PIN", "none");
+    command.env("XDG_STATE_HOME", "/nonexistent");
     command.current_dir(root()).stdin(Stdio::null());
     command
 }

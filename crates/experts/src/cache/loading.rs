@@ -13,7 +13,10 @@ use crate::load::{LoadError, LoadMemory, name_of};
 use crate::reader::{AtOnce, Pace, PageBuffer};
 
 /// Bytes that a guessed expert's read may take before it looks whether somebody waits for another.
-const PIECE_BYTES: usize = 4 << 20;
+const PIECE_BYTES: usize = 1 << 20;
+
+/// Guessed experts for which there is room while guesses do not pay.
+const TRIAL_EXPERTS: u64 = 2;
 
 /// The pace of a guessed expert's read: it waits while somebody waits for another, until somebody
 /// waits for it.
@@ -45,9 +48,24 @@ impl Shared {
         self.store.table().expert(key).slot_bytes() as i64
     }
 
-    /// Bytes that experts which were asked for may take.
-    pub(super) fn regular_max(&self) -> i64 {
+    /// Bytes that experts which were asked for may always take.
+    pub(super) fn regular_least(&self) -> i64 {
         (self.options.capacity_bytes - self.options.ahead_bytes) as i64
+    }
+
+    /// Bytes that guesses may take: little, for trials, while they do not pay.
+    fn ahead_max(&self) -> i64 {
+        let all = self.options.ahead_bytes;
+        let most = match self.guesses_pay.load(Ordering::Relaxed) {
+            true => all,
+            false => all.min(TRIAL_EXPERTS * self.store.table().slot_bytes_max()),
+        };
+        most as i64
+    }
+
+    /// Bytes that experts which were asked for may take now.
+    fn regular_max(&self, account: &Account) -> i64 {
+        self.options.capacity_bytes as i64 - account.ahead.max(self.ahead_max())
     }
 
     /// Wakes loaders that wait for room. Everything that lets an expert go calls it afterwards: the
@@ -162,7 +180,11 @@ impl Shared {
         }
         match kind {
             Kind::Demand => {
-                while account.regular + bytes > self.regular_max() {
+                while account.regular + bytes > self.regular_max(account) {
+                    let too_many_guesses = account.ahead > self.ahead_max();
+                    if too_many_guesses && self.evict_stale_guess(account) {
+                        continue;
+                    }
                     if !self.evict_coldest(account, None) {
                         return None;
                     }
@@ -170,19 +192,20 @@ impl Shared {
             }
             // Warming fills what is free; whoever is there has been asked for.
             Kind::Warm => {
-                if account.regular + bytes > self.regular_max() {
+                if account.regular + bytes > self.regular_max(account) {
                     return None;
                 }
             }
             Kind::Ahead => {
-                while account.ahead + bytes > self.options.ahead_bytes as i64 {
+                while account.ahead + bytes > self.ahead_max() {
                     if !self.evict_stale_guess(account) {
                         return None;
                     }
                 }
                 // A guess that was asked for left its room to the regular ones: they give it back.
                 while account.regular + account.ahead + bytes > self.options.capacity_bytes as i64 {
-                    if account.regular <= self.regular_max() || !self.evict_coldest(account, None) {
+                    let fits = account.regular <= self.regular_max(account);
+                    if fits || !self.evict_coldest(account, None) {
                         return None;
                     }
                 }

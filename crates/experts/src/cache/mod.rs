@@ -16,7 +16,7 @@ pub mod policy;
 mod queue;
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
@@ -155,6 +155,8 @@ struct Shared {
     jobs: Jobs,
     /// Loaders that wait for room; see [`Shared::room_freed`].
     starved: AtomicUsize,
+    /// Whether enough guesses came true lately for the room that they take.
+    guesses_pay: AtomicBool,
     store: ExpertStore,
     options: CacheOptions,
     counters: CacheCounters,
@@ -220,6 +222,7 @@ impl ExpertCache {
             }),
             jobs: Jobs::new(),
             starved: AtomicUsize::new(0),
+            guesses_pay: AtomicBool::new(false),
             store,
             options,
             counters: CacheCounters::default(),
@@ -351,7 +354,7 @@ impl ExpertCache {
             counters.dropped_busy.add(experts.len() as u64);
             return;
         }
-        if !self.guesses_pay() {
+        if !self.may_guess() {
             counters.dropped_unlikely.add(experts.len() as u64);
             return;
         }
@@ -381,17 +384,18 @@ impl ExpertCache {
         }
     }
 
-    /// Whether guesses come true often enough to be worth their reads. Now and then they are tried
-    /// whatever the past says, since routing changes.
-    fn guesses_pay(&self) -> bool {
+    /// Whether guesses are read: when they come true often enough, until that is known, and now and
+    /// then whatever the past says, since routing changes.
+    fn may_guess(&self) -> bool {
         let counters = &self.shared.counters;
         let came_true = counters.tier(Tier::Guessed) + counters.tier(Tier::Late);
         let settled = came_true + counters.wasted.get();
         let tried = counters.trials.get();
         counters.trials.add(1);
-        settled < GUESSES_JUDGED
-            || came_true as f64 >= COME_TRUE_SHARE_MIN * settled as f64
-            || tried.is_multiple_of(TRIAL_EVERY)
+        let judged = settled >= GUESSES_JUDGED;
+        let pay = judged && came_true as f64 >= COME_TRUE_SHARE_MIN * settled as f64;
+        self.shared.guesses_pay.store(pay, Ordering::Relaxed);
+        pay || !judged || tried.is_multiple_of(TRIAL_EVERY)
     }
 
     /// Keeps the first `most` of a list of a layer's experts that are neither in memory nor being
@@ -444,7 +448,8 @@ impl ExpertCache {
         let bytes = shared.bytes_of(key);
         if pinned {
             let largest = shared.store.table().slot_bytes_max() as i64;
-            let most = (shared.regular_max() / 2).min(shared.regular_max() - largest);
+            let least = shared.regular_least();
+            let most = (least / 2).min(least - largest);
             if account.pinned + bytes > most || shared.options.per_layer_max.is_some() {
                 return false;
             }

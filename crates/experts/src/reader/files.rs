@@ -48,6 +48,31 @@ impl FileSet {
         Ok(FileSet { files: files.iter().map(open).collect::<Result<_, _>>()? })
     }
 
+    /// Whether all files lie in memory: on a memory file system, or on memory that keeps its bytes
+    /// and is mapped as it is (DAX).
+    #[cfg(target_os = "linux")]
+    pub fn are_in_memory(&self) -> bool {
+        use rustix::fs::{AtFlags, StatxAttributes, StatxFlags, fstatfs, statx};
+        /// Magic numbers of tmpfs and ramfs, from linux/magic.h.
+        const IN_MEMORY: [u64; 2] = [0x0102_1994, 0x8584_58f6];
+        self.files.iter().all(|(_, file)| {
+            // Its type differs between architectures.
+            let magic = fstatfs(file).map(|facts| u64::try_from(facts.f_type).unwrap_or(0));
+            let on_memory = magic.is_ok_and(|magic| IN_MEMORY.contains(&magic));
+            let is_dax = || {
+                let facts = statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::empty());
+                facts.is_ok_and(|facts| facts.stx_attributes.contains(StatxAttributes::DAX))
+            };
+            on_memory || is_dax()
+        })
+    }
+
+    /// Not known on this system.
+    #[cfg(not(target_os = "linux"))]
+    pub fn are_in_memory(&self) -> bool {
+        false
+    }
+
     /// Number of files.
     pub(super) fn len(&self) -> usize {
         self.files.len()

@@ -6,6 +6,7 @@
 mod buffer;
 mod files;
 mod mapped;
+mod rate;
 #[cfg(target_os = "linux")]
 mod uring;
 
@@ -20,6 +21,7 @@ use container::FileId;
 pub use buffer::{PAGE_BYTES, PageBuffer};
 pub use files::{DirectFiles, FileSet};
 pub use mapped::MappedFiles;
+pub use rate::RateLimit;
 #[cfg(target_os = "linux")]
 pub use uring::UringFiles;
 
@@ -224,6 +226,7 @@ pub struct Reader {
     files: Arc<dyn RawFiles>,
     bytes: Arc<AtomicU64>,
     retry_pause: Duration,
+    limit: Option<Arc<RateLimit>>,
 }
 
 /// One read: where, how much, and how aligned.
@@ -241,7 +244,13 @@ struct Wanted {
 impl Reader {
     /// A reader of `files`.
     pub fn new(files: Arc<dyn RawFiles>) -> Reader {
-        Reader { files, bytes: Arc::new(AtomicU64::new(0)), retry_pause: RETRY_PAUSE }
+        let bytes = Arc::new(AtomicU64::new(0));
+        Reader { files, bytes, retry_pause: RETRY_PAUSE, limit: None }
+    }
+
+    /// The reader with a share of a rate that it does not go beyond.
+    pub fn limited(self, limit: Option<Arc<RateLimit>>) -> Reader {
+        Reader { limit, ..self }
     }
 
     /// The reader with another pause before the first retry of a transient failure.
@@ -259,9 +268,9 @@ impl Reader {
         self.files.path(file)
     }
 
-    /// Another reader of the same files, with a count of its own.
+    /// Another reader of the same files, with a count of its own and no limit.
     pub fn counting_apart(&self) -> Reader {
-        Reader { bytes: Arc::new(AtomicU64::new(0)), ..self.clone() }
+        Reader { bytes: Arc::new(AtomicU64::new(0)), limit: None, ..self.clone() }
     }
 
     /// What the files' reads are aligned to.
@@ -320,14 +329,16 @@ impl Reader {
         let (mut got, mut failures) = (0, 0);
         while got < end {
             let at = start + got as u64;
-            let read = if got.is_multiple_of(alignment) && alignment > 1 {
-                let call = (whole - got).min(pace.piece_bytes());
-                self.files.read_at(file, at, &mut buffer[got..got + call])
-            } else {
-                // A direct read that ended within a block is finished through the page cache.
-                let call = (end - got).min(pace.piece_bytes());
-                self.files.read_unaligned_at(file, at, &mut buffer[got..got + call])
+            let aligned = got.is_multiple_of(alignment) && alignment > 1;
+            // A direct read that ended within a block is finished through the page cache.
+            let call = (if aligned { whole } else { end } - got).min(pace.piece_bytes());
+            let piece = &mut buffer[got..got + call];
+            let may_end = self.limit.as_ref().map(|limit| limit.take(call));
+            let read = match aligned {
+                true => self.files.read_at(file, at, piece),
+                false => self.files.read_unaligned_at(file, at, piece),
             };
+            may_end.into_iter().for_each(RateLimit::wait_until);
             match read {
                 Ok(0) => {
                     return Err(ReadError::End {

@@ -151,6 +151,11 @@ fn attended_bytes(engine: &Engine, positions: usize) -> u64 {
     KvShape::of(engine.model()).attended_bytes(positions, chosen) as u64
 }
 
+/// Seconds of `count` tokens of one sequence after a short prompt.
+pub(crate) fn timed_decode(engine: &Engine, count: usize) -> Result<f64, LabError> {
+    Ok(run(engine, 0..1, count)?.seconds)
+}
+
 pub(super) struct Run {
     /// Seconds of the tokens that count.
     pub seconds: f64,

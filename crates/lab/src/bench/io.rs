@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use container::{FileId, Model, Shards, TensorClass};
 use experts::load::{ExpertTable, LoadMemory, load_expert};
-use experts::reader::{AtOnce, PageBuffer, open_files};
-use experts::{FileSet, IoMode, RawFiles, Reader};
+use experts::reader::{AtOnce, PageBuffer, RateLimit, open_files};
+use experts::{FileSet, IoMode, Reader};
 use models::Int8Classes;
 
 use super::Rates;
@@ -27,7 +27,7 @@ const UNALLOCATED_BYTES_MAX: u64 = 1 << 20;
 
 /// How fast a model's drive gives bytes that are in no cache of this machine.
 pub struct Device {
-    files: Arc<dyn RawFiles>,
+    reader: Reader,
     pieces: Vec<(FileId, u64)>,
 }
 
@@ -55,8 +55,14 @@ impl Device {
         let opened = open_files(FileSet::open(shards)?, IoMode::Direct);
         match opened.fallback {
             Some(why) => Err(doubtful(why)),
-            None => Ok(Device { files: opened.files, pieces }),
+            None => Ok(Device { reader: Reader::new(opened.files), pieces }),
         }
+    }
+
+    /// The drive as it is with a limit of bytes per second, if there is one.
+    pub fn limited(self, bytes_per_s: Option<u64>) -> Device {
+        let limit = bytes_per_s.map(|bytes_per_s| Arc::new(RateLimit::new(bytes_per_s as f64)));
+        Device { reader: self.reader.limited(limit), ..self }
     }
 
     /// 10^9 bytes per second of direct reads of 8 MiB in a scattered order, `round` after `round`
@@ -64,7 +70,6 @@ impl Device {
     pub fn measure(&self, round: usize) -> Result<f64, LabError> {
         let count = self.pieces.len().min((SAMPLE_BYTES as usize / PLAIN_BYTES).max(READERS));
         let stride = scatter(self.pieces.len());
-        let reader = Reader::new(self.files.clone());
         let next = AtomicUsize::new(0);
         let started = Instant::now();
         on_readers(|| {
@@ -76,7 +81,7 @@ impl Device {
                 }
                 let at = (round * count + at) % self.pieces.len();
                 let (file, offset) = self.pieces[at * stride % self.pieces.len()];
-                reader.read_span(file, offset, PLAIN_BYTES, &mut buffer, &mut AtOnce)?;
+                self.reader.read_span(file, offset, PLAIN_BYTES, &mut buffer, &mut AtOnce)?;
             }
         })?;
         Ok((count * PLAIN_BYTES) as f64 / started.elapsed().as_secs_f64() / 1e9)

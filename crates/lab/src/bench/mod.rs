@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use numerics::{Isa, Team, peak};
 
+pub(crate) use decode::timed_decode;
 pub use decode::{
     BatchFigures, DECODE_PROMPT, DecodeFigures, WeightBytes, decode, decode_batch, weight_bytes_of,
 };
@@ -103,6 +104,6 @@ pub fn multiply_rate(team: &Team, isa: Isa, what: Multiply) -> f64 {
 }
 
 /// Token ids that look like no text, the same in every run.
-fn tokens(count: usize, vocab: usize, seed: usize) -> Vec<u32> {
+pub(crate) fn tokens(count: usize, vocab: usize, seed: usize) -> Vec<u32> {
     (0..count).map(|i| (((i + seed * 31) * 7919 + 13) % vocab) as u32).collect()
 }

@@ -55,7 +55,7 @@ pub fn stream(
     tokens: usize,
     repetitions: usize,
 ) -> Result<StreamFigures, LabError> {
-    let device = Device::of(&engine.model().shards)?;
+    let device = Device::of(&engine.model().shards)?.limited(engine.read_limit());
     let mut runs = Vec::new();
     for repetition in 0..=repetitions.max(1) {
         drop_cached(engine.model())?;
