@@ -40,9 +40,11 @@ pub struct Cli {
 }
 
 mod bench;
+mod cluster;
 mod mirror;
 
 pub use bench::*;
+pub use cluster::*;
 pub use mirror::*;
 
 /// The commands.
@@ -74,6 +76,8 @@ pub enum Command {
     Mirror(MirrorArgs),
     /// Work on records of which experts were chosen
     Route(RouteArgs),
+    /// Compute routed experts for programs on other machines
+    Cluster(ClusterArgs),
 }
 
 /// Which model.

@@ -102,7 +102,7 @@ impl History {
             let pinned = pins::prepare(cache, &usage, engine.config().moe.top_k);
             if pinned > 0 {
                 let experts = output::counted(pinned, "expert");
-                note!("{experts} kept in memory by the history of earlier turns");
+                note!("{experts} to be kept in memory, by the history of earlier turns");
             }
         }
         Ok(History { path, write: !args.no_usage })

@@ -42,6 +42,7 @@ fn main() -> ExitCode {
         Command::Tune(args) => cmd::tune::run(&args),
         Command::Mirror(args) => cmd::mirror::run(&args),
         Command::Route(args) => cmd::route::run(&args),
+        Command::Cluster(args) => cmd::cluster::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

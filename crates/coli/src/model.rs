@@ -9,6 +9,7 @@ use lab::manifest::Manifest;
 use models::Int8Classes;
 use numerics::{Activations, Isa, NUMERICS_VERSION};
 use runtime::engine::PREFILL_CHUNK;
+use runtime::machine::Machine;
 use runtime::{Engine, EngineOptions};
 
 use crate::args::{EngineArgs, ModelArgs, Pin, Prefetch, SamplingArgs};
@@ -54,11 +55,17 @@ pub fn dirs(args: &ModelArgs) -> Result<Vec<PathBuf>, Failure> {
     Ok(dirs)
 }
 
+/// The ceiling where none is given.
+fn ceiling() -> Option<u64> {
+    Machine::default().default_ceiling().map(|bound| bound.bytes)
+}
+
 /// Engine options of the flags, and of what was measured for the model where no flag says
 /// otherwise; what was found is returned too.
 pub fn tuned_options(args: &EngineArgs) -> Result<(EngineOptions, Option<Found>), Failure> {
     let mut options = engine_options(args)?;
-    let found = (!args.no_tuned).then(|| tuned::find(&options.dirs, args.ram)).flatten();
+    let found =
+        (!args.no_tuned).then(|| tuned::find(&options.dirs, args.ram.or_else(ceiling))).flatten();
     if let Some(found) = &found {
         let mut settings = found.settings.clone();
         settings.threads = args.threads.unwrap_or(settings.threads);
@@ -67,7 +74,8 @@ pub fn tuned_options(args: &EngineArgs) -> Result<(EngineOptions, Option<Found>)
         let chosen = args.no_prefetch || args.prefetch.is_some();
         settings.prefetch = settings.prefetch.filter(|_| !chosen);
         // Mapped files are read by the system.
-        if args.read_limit.is_some() && settings.io == Some(IoMode::Mmap) {
+        let needs_reads = args.read_limit.is_some() || !args.mirror.is_empty();
+        if needs_reads && settings.io == Some(IoMode::Mmap) {
             settings.io = args.io;
         }
         options = settings.apply(&options);

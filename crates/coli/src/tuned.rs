@@ -108,7 +108,8 @@ pub fn forget(dirs: &[PathBuf]) -> Result<Option<PathBuf>, Failure> {
     }
 }
 
-/// The settings for a model. A file that cannot be used is said and left alone.
+/// The settings for a model under a ceiling, if that is known. A file that cannot be used is said
+/// and left alone.
 pub fn find(dirs: &[PathBuf], ram: Option<u64>) -> Option<Found> {
     let path = path_of(dirs)?;
     let bytes = match File::open(&path) {
@@ -203,7 +204,7 @@ mod tests {
         for (name, value) in [
             ("/version", serde_json::json!(2)),
             ("/settings/threads", serde_json::json!(0)),
-            ("/settings/threads", serde_json::json!(1e9)),
+            ("/settings/threads", serde_json::json!(1_000_000_000)),
             ("/settings/prefill_chunk", serde_json::json!(0)),
             ("/settings/io", serde_json::json!("tape")),
             ("/settings/prefetch", serde_json::json!("pairs")),

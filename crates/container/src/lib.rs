@@ -10,6 +10,7 @@ mod config_file;
 pub mod error;
 pub mod family;
 pub mod header;
+mod held;
 pub mod index;
 mod json;
 pub mod numbering;
@@ -30,6 +31,7 @@ pub use config::{Attention, Config, IndexerConfig, IndexerKind, LayerKind, MoeCo
 pub use error::{ContainerError, TensorError};
 pub use family::{Family, FamilyRow, Role, Rope, TensorClass};
 pub use header::Dtype;
+pub use held::HeldExperts;
 pub use index::{FileId, ShardFile, Shards, TensorEntry};
 pub use record::{Record, Records};
 pub use report::{Presence, Report};

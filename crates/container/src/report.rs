@@ -60,6 +60,18 @@ pub struct Report {
 }
 
 impl Report {
+    /// A report of nothing yet.
+    pub(crate) fn empty(shards: MissingShards) -> Report {
+        Report {
+            stored: Default::default(),
+            indexer: Presence::NotConfigured,
+            mtp: Presence::NotConfigured,
+            unused: (0, Vec::new()),
+            shards,
+            warnings: Vec::new(),
+        }
+    }
+
     /// Bytes of all used tensors.
     pub fn bytes(&self) -> u64 {
         self.stored.values().map(|used| used.bytes).sum()

@@ -4,6 +4,7 @@
 //! the values of weights and scales are checked by those who read them.
 
 use std::collections::{BTreeSet, HashSet};
+use std::ops::Range;
 use std::path::PathBuf;
 
 use formats::{ExpertDesc, Format, Fp8Scale, MatrixDesc};
@@ -12,6 +13,7 @@ use crate::config::{Config, LayerKind};
 use crate::error::{ContainerError, TensorError};
 use crate::family::Role;
 use crate::header::Dtype;
+use crate::held::HeldExperts;
 use crate::index::{FileId, Shards, TensorEntry, file_name, join_paths};
 use crate::numbering::MissingShards;
 use crate::recognise::{Disagreement, Stored, recognise};
@@ -124,6 +126,17 @@ impl Model {
         Model::from_parts(config, Shards::open(dirs)?)
     }
 
+    /// Reads configuration and headers of a directory that needs no more than some routed experts,
+    /// and checks those.
+    pub fn open_experts(dirs: &[PathBuf], held: &HeldExperts) -> Result<Model, ContainerError> {
+        let Some(primary) = dirs.first() else {
+            return Err(ContainerError::NoTensorFiles { dirs: "(no directory given)".into() });
+        };
+        let (config, shards) = (Config::load(primary)?, Shards::open(dirs)?);
+        let report = Lookup { shards: &shards, config: &config }.check_experts(held)?;
+        Ok(Model { dirs: shards.dirs().to_vec(), shards, config, report })
+    }
+
     /// Checks a configuration against tensors that are already read.
     pub fn from_parts(config: Config, shards: Shards) -> Result<Model, ContainerError> {
         let report = Lookup { shards: &shards, config: &config }.check()?;
@@ -157,6 +170,14 @@ impl Model {
             });
         };
         Ok([self.source(&gate)?, self.source(&up)?, self.source(&down)?])
+    }
+
+    /// Layers and experts of `held` that the model has, layer by layer.
+    pub fn held_experts(
+        &self,
+        held: &HeldExperts,
+    ) -> impl Iterator<Item = (usize, Range<usize>)> + use<'_> {
+        self.lookup().held(held)
     }
 
     /// The record of one routed expert, when its file has one: the expert's matrices lie in it at
@@ -436,14 +457,7 @@ impl<'a> Lookup<'a> {
 
     fn check(self) -> Result<Report, ContainerError> {
         let config = self.config;
-        let mut report = Report {
-            stored: Default::default(),
-            indexer: Presence::NotConfigured,
-            mtp: Presence::NotConfigured,
-            unused: (0, Vec::new()),
-            shards: self.shards.missing_shards(),
-            warnings: Vec::new(),
-        };
+        let mut report = Report::empty(self.shards.missing_shards());
         let mut required = Gather::default();
         let mut indexer = Gather::default();
         let mut mtp = Gather::default();
@@ -507,6 +521,43 @@ impl<'a> Lookup<'a> {
         }
         report.unused = self.unused(&used);
         Ok(report)
+    }
+
+    /// Layers and experts of `held` that the model has. A multi-token-prediction layer that is not
+    /// stored is none of them, since a model may come without.
+    fn held(self, held: &HeldExperts) -> impl Iterator<Item = (usize, Range<usize>)> + use<'a> {
+        held.of(self.config).filter(move |(layer, _)| {
+            let first = || expert_specs(self.config, *layer, 0).map(|[gate, ..]| self.find(&gate));
+            !self.config.is_mtp(*layer) || matches!(first(), Some(Ok(Some(_)) | Err(_)))
+        })
+    }
+
+    /// Checks some routed experts and nothing else.
+    fn check_experts(self, held: &HeldExperts) -> Result<Report, ContainerError> {
+        let mut report = Report::empty(self.shards.missing_shards());
+        let mut required = Gather::default();
+        for (layer, experts) in self.held(held) {
+            self.refuse_double_storage(layer)?;
+            for expert in experts {
+                for spec in expert_specs(self.config, layer, expert).into_iter().flatten() {
+                    required.wanted += 1;
+                    match self.find(&spec)? {
+                        Some(Found { source, .. }) => {
+                            let elements = source.rows as u64 * source.cols as u64;
+                            let class = spec.role.class();
+                            report.count(class, source.format, elements, source.bytes());
+                        }
+                        None => required.missing.push(spec),
+                    }
+                }
+                // Refuses a record that does not hold the expert.
+                self.recorded(layer, expert)?;
+            }
+        }
+        if required.missing.is_empty() {
+            return Ok(report);
+        }
+        Err(self.missing(required.missing.iter(), required.wanted, None))
     }
 
     /// A part that is absent as a whole is fine, unless files are known to be missing: then it was

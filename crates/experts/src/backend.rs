@@ -114,6 +114,14 @@ pub enum ExpertError {
         #[source]
         source: Arc<LoadError>,
     },
+    /// This machine does not hold the expert.
+    #[error("layer {layer}, expert {expert}: it is not held here")]
+    NotHeld {
+        /// The layer.
+        layer: usize,
+        /// The expert.
+        expert: u32,
+    },
     /// A value went out of range.
     #[error("layer {layer}, expert {expert}: {source}")]
     Numeric {

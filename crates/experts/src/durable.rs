@@ -4,7 +4,8 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-/// A small file that could not be written; the old one, if any, is untouched.
+/// A small file that could not be written; the old one, if any, is whole, or the new one is there
+/// and may not outlast a loss of power.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: cannot {action}: {source}; check the directory and its free space", path.display())]
 pub struct WriteError {

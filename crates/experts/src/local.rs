@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use formats::{EXPERTS_MAX, ExpertRef, ExpertWork, FfnError, expert_ffns, expert_of_row};
-use numerics::{Compute, FirstError, NumericError, combine};
+use numerics::{Compute, FirstError, NumericError, combine, function};
 use smallvec::SmallVec;
 
 use crate::backend::{
@@ -14,6 +14,7 @@ use crate::backend::{
 use crate::cache::counters::Tier;
 use crate::cache::{CacheOptions, ExpertCache, Lease, Wanted};
 use crate::ledger::{ByteClass, Ledger, LedgerError, Reservation};
+use crate::load::ExpertTable;
 use crate::mapped::MappedExperts;
 use crate::pairs::{Pairs, Workspace};
 use crate::reader::FileSet;
@@ -126,7 +127,7 @@ impl LocalExperts {
         let loaders = loaders(largest);
         let in_flight = Self::in_flight_bytes(&store, &options.read_ahead);
         let in_flight = ledger.reserve(ByteClass::InFlight, in_flight)?;
-        let wanted = options.cache_bytes.unwrap_or_else(|| ledger.free());
+        let wanted = options.cache_bytes.unwrap_or(u64::MAX).min(ledger.free());
         let capacity_bytes = wanted.min(total).max(largest);
         let memory = ledger.reserve(ByteClass::ExpertCache, capacity_bytes)?;
         let everything = capacity_bytes >= total && options.per_layer_max.is_none();
@@ -213,6 +214,14 @@ impl LocalExperts {
         }
     }
 
+    /// The experts that are held.
+    pub fn table(&self) -> &ExpertTable {
+        match &self.source {
+            Source::Cache(cache) => cache.store().table(),
+            Source::Mapped(mapped) => mapped.table(),
+        }
+    }
+
     /// Bytes of experts that may be in memory.
     pub fn capacity_bytes(&self) -> u64 {
         self.cache().map_or(0, |cache| cache.options().capacity_bytes)
@@ -230,13 +239,24 @@ const GROUP_ROWS: usize = 64;
 /// Columns that one task of the combine takes, at least.
 const COMBINE_COLUMNS: usize = 256;
 
-/// Computes some experts for their rows and adds their weighted outputs to the sum.
-fn add_experts(
+/// Takes an expert and its unweighted outputs, a row for each row that it serves.
+type Deliver<'a> = &'a mut dyn FnMut(&ExpertRows<'_>, &[f32]);
+
+/// Where outputs of experts go.
+enum Outputs<'a> {
+    /// Weighted, into the sums of their rows.
+    Sum(&'a mut [i64]),
+    /// Unweighted, to whoever asked.
+    Rows(Deliver<'a>),
+}
+
+/// Computes some experts for their rows and hands on their outputs.
+fn compute_experts(
     compute: &Compute,
     layer: usize,
     batch: &RoutedBatch<'_>,
     work: &[(ExpertRows<'_>, ExpertRef<'_>)],
-    sum: &mut [i64],
+    outputs: &mut Outputs<'_>,
 ) -> Result<(), ExpertError> {
     let Some((first, expert)) = work.first() else { return Ok(()) };
     let hidden = batch.input.cols();
@@ -257,6 +277,24 @@ fn add_experts(
         FfnError::Input(source) => ExpertError::Numeric { layer, expert: first.expert, source },
         FfnError::Expert { at, error } => of_expert(at, error),
     })?;
+    let sum = match outputs {
+        Outputs::Sum(sum) => sum,
+        Outputs::Rows(deliver) => {
+            let mut rest = &out[..];
+            for (rows, _) in work {
+                let (of_expert, after) = rest.split_at(rows.rows.len() * hidden);
+                if let Some(at) = function::first_non_finite(compute.isa, of_expert) {
+                    let row = rows.rows[at / hidden] as usize;
+                    let (what, element) = ("expert output", at % hidden);
+                    let source = NumericError::NonFinite { what, row, element };
+                    return Err(ExpertError::Numeric { layer, expert: rows.expert, source });
+                }
+                deliver(rows, of_expert);
+                rest = after;
+            }
+            return Ok(());
+        }
+    };
     let errors = FirstError::default();
     let step = compute.team.step(hidden, COMBINE_COLUMNS);
     compute.team.columns(sum, hidden, step, |sum| {
@@ -286,16 +324,16 @@ fn views(leases: &[(u32, Lease)]) -> impl Iterator<Item = (u32, ExpertRef<'_>)> 
 }
 
 /// Computes experts that are in memory for their rows of the batch, in groups of one shape.
-fn add_all<'a>(
+fn compute_all<'a>(
     compute: &Compute,
     layer: usize,
     batch: &RoutedBatch<'_>,
     mut experts: impl Iterator<Item = (u32, ExpertRef<'a>)>,
-    sum: &mut [i64],
+    outputs: &mut Outputs<'_>,
 ) -> Result<(), ExpertError> {
     let work_of = |expert: u32| {
         let at = batch.experts().binary_search(&expert);
-        batch.rows_of(at.unwrap_or(0))
+        batch.rows_of(at.unwrap_or_else(|_| panic!("expert {expert} is not of the batch")))
     };
     let mut next = experts.next();
     while let Some((expert, first)) = next {
@@ -314,9 +352,66 @@ fn add_all<'a>(
             count += 1;
             next = experts.next();
         }
-        add_experts(compute, layer, batch, &group[..count], sum)?;
+        compute_experts(compute, layer, batch, &group[..count], outputs)?;
     }
     Ok(())
+}
+
+impl LocalExperts {
+    /// Hands the unweighted outputs of the batch's experts to `deliver`, expert by expert in no
+    /// particular order. Outputs that are not finite are an error, as they are when weighted.
+    pub fn outputs(
+        &self,
+        compute: &Compute,
+        layer: usize,
+        batch: &RoutedBatch<'_>,
+        deliver: Deliver<'_>,
+    ) -> Result<(), ExpertError> {
+        self.compute_into(compute, layer, batch, &mut Outputs::Rows(deliver), &mut || {})
+    }
+
+    fn compute_into(
+        &self,
+        compute: &Compute,
+        layer: usize,
+        batch: &RoutedBatch<'_>,
+        outputs: &mut Outputs<'_>,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExpertError> {
+        let table = self.table();
+        let is_missing = |expert: &&u32| table.get((layer as u32, **expert)).is_none();
+        if let Some(&expert) = batch.experts().iter().find(is_missing) {
+            return Err(ExpertError::NotHeld { layer, expert });
+        }
+        let failed = |expert, source| ExpertError::Load { layer, expert, source };
+        let cache = match &self.source {
+            Source::Cache(cache) => cache,
+            Source::Mapped(mapped) => {
+                meanwhile();
+                for expert in batch.experts() {
+                    mapped.verify(layer, *expert).map_err(|error| failed(*expert, error))?;
+                }
+                let views =
+                    batch.experts().iter().map(|expert| (*expert, mapped.view(layer, *expert)));
+                return compute_all(compute, layer, batch, views, outputs);
+            }
+        };
+        let wanted: SmallVec<[Wanted; FEW_EXPERTS]> =
+            batch.iter().map(|expert| (expert.expert, expert.rows.len())).collect();
+        let (ready, mut pending) = cache.request(layer, &wanted, batch.input.rows());
+        self.guess_by_pairs(cache, layer, batch.experts());
+        meanwhile();
+        compute_all(compute, layer, batch, views(&ready), outputs)?;
+        drop(ready);
+        loop {
+            let started = Instant::now();
+            let Some(arrived) = pending.next(EXPERTS_MAX) else { return Ok(()) };
+            let waited = started.elapsed().as_nanos() as u64;
+            self.wait_ns.fetch_add(waited, Ordering::Relaxed);
+            let arrived = arrived.map_err(|(expert, error)| failed(expert, error))?;
+            compute_all(compute, layer, batch, views(&arrived), outputs)?;
+        }
+    }
 }
 
 impl ExpertBackend for LocalExperts {
@@ -328,34 +423,7 @@ impl ExpertBackend for LocalExperts {
         sum: &mut [i64],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ExpertError> {
-        let failed = |expert, source| ExpertError::Load { layer, expert, source };
-        let cache = match &self.source {
-            Source::Cache(cache) => cache,
-            Source::Mapped(mapped) => {
-                meanwhile();
-                for expert in batch.experts() {
-                    mapped.verify(layer, *expert).map_err(|error| failed(*expert, error))?;
-                }
-                let views =
-                    batch.experts().iter().map(|expert| (*expert, mapped.view(layer, *expert)));
-                return add_all(compute, layer, batch, views, sum);
-            }
-        };
-        let wanted: SmallVec<[Wanted; FEW_EXPERTS]> =
-            batch.iter().map(|expert| (expert.expert, expert.rows.len())).collect();
-        let (ready, mut pending) = cache.request(layer, &wanted, batch.input.rows());
-        self.guess_by_pairs(cache, layer, batch.experts());
-        meanwhile();
-        add_all(compute, layer, batch, views(&ready), sum)?;
-        drop(ready);
-        loop {
-            let started = Instant::now();
-            let Some(arrived) = pending.next(EXPERTS_MAX) else { return Ok(()) };
-            let waited = started.elapsed().as_nanos() as u64;
-            self.wait_ns.fetch_add(waited, Ordering::Relaxed);
-            let arrived = arrived.map_err(|(expert, error)| failed(expert, error))?;
-            add_all(compute, layer, batch, views(&arrived), sum)?;
-        }
+        self.compute_into(compute, layer, batch, &mut Outputs::Sum(sum), meanwhile)
     }
 
     fn wants_guesses(&self) -> bool {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use formats::ExpertRef;
 
-use crate::load::{ExpertSource, LoadError, verify};
+use crate::load::{ExpertSource, ExpertTable, LoadError, verify};
 use crate::local::StartError;
 use crate::reader::{FileSet, MappedFiles};
 use crate::store::ExpertStore;
@@ -36,10 +36,15 @@ impl MappedExperts {
                 return Err(StartError::NotInPlace { what });
             }
         }
-        let layers = (0..table.layers()).map(|layer| table.layer(layer).len());
+        let layers = (0..table.layers()).map(|layer| table.places(layer));
         let verified = layers.map(|experts| (0..experts).map(|_| AtomicU8::new(0)).collect());
         let verified = verified.collect();
         Ok(MappedExperts { store, files, verified, selections: AtomicU64::new(0) })
+    }
+
+    /// The experts.
+    pub fn table(&self) -> &ExpertTable {
+        self.store.table()
     }
 
     /// Bytes mapped.
@@ -53,8 +58,8 @@ impl MappedExperts {
     }
 
     fn bytes(&self, layer: usize, expert: u32) -> &[u8] {
-        // Every place was found when the files were mapped.
-        bytes_in(&self.files, self.store.table().expert((layer as u32, expert))).unwrap_or(&[])
+        let source = self.store.table().expert((layer as u32, expert));
+        bytes_in(&self.files, source).unwrap_or_else(|| panic!("expert {expert} is not mapped"))
     }
 
     /// Checks an expert's bytes the first time it is asked for.

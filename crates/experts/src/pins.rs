@@ -24,9 +24,9 @@ pub fn prepare(cache: &ExpertCache, usage: &Usage, top_k: usize) -> usize {
         let long_run = HALF_LIFE_ROWS / std::f64::consts::LN_2;
         let scale = (long_run / rows).min(1.0);
         for (expert, count) in usage.layer(layer).iter().enumerate() {
-            let exists = expert < cache.store().table().layer(layer).len();
-            if *count > 0 && exists {
-                experts.push(((layer as u32, expert as u32), *count as f64 * scale));
+            let key = (layer as u32, expert as u32);
+            if *count > 0 && cache.store().table().get(key).is_some() {
+                experts.push((key, *count as f64 * scale));
             }
         }
     }
@@ -37,15 +37,23 @@ pub fn prepare(cache: &ExpertCache, usage: &Usage, top_k: usize) -> usize {
     pinned
 }
 
-/// Lets pinned experts that are no longer worth it go, and pins others that are in memory in their
-/// place, [`SWAPS_PER_TURN`] at most. Returns the number exchanged. Called between steps.
+/// Lets pinned experts that are no longer worth it go, and those that a whole turn has not brought
+/// into memory; pins others that are in memory in their place, [`SWAPS_PER_TURN`] at most. Returns
+/// the number exchanged. Called between steps.
 pub fn exchange(cache: &ExpertCache) -> usize {
     let (mut pinned, mut free): (Vec<_>, Vec<_>) =
         cache.residents().into_iter().partition(|(_, _, pinned)| *pinned);
     pinned.sort_by_key(|(key, worth, _)| (*worth, *key));
     free.sort_by_key(|(key, worth, _)| (-*worth, *key));
-    let mut exchanged = 0;
-    for ((out, least, _), (into, most, _)) in pinned.iter().zip(&free).take(SWAPS_PER_TURN) {
+    let (mut exchanged, mut free) = (0, free.iter());
+    for out in cache.absent_pins().into_iter().take(SWAPS_PER_TURN) {
+        cache.pin(out, false);
+        if free.next().is_some_and(|(into, _, _)| cache.pin(*into, true)) {
+            exchanged += 1;
+        }
+    }
+    let left = SWAPS_PER_TURN.saturating_sub(exchanged);
+    for ((out, least, _), (into, most, _)) in pinned.iter().zip(free).take(left) {
         if *most < least + HYSTERESIS {
             break;
         }

@@ -57,9 +57,10 @@ pub fn copy_of(
     (layer, expert): (usize, usize),
     record: &Record,
 ) -> Result<Result<ExpertSource, &'static str>, ContainerError> {
-    if layer >= table.layers() || expert >= table.layer(layer).len() {
+    let key = (u32::try_from(layer).unwrap_or(u32::MAX), u32::try_from(expert).unwrap_or(u32::MAX));
+    let Some(own) = table.get(key) else {
         return Ok(Err("is not one of this model's"));
-    }
+    };
     match model.expert_record(layer, expert) {
         None => return Ok(Err("has no hash in the model; convert the model")),
         Some(own) if own.blake3 != record.blake3 => {
@@ -70,7 +71,7 @@ pub fn copy_of(
     let Some((sources, record)) = model.expert_in(shards, layer, expert)? else {
         return Ok(Err("has a record but not all its tensors"));
     };
-    let desc = table.layer(layer)[expert].desc.clone();
+    let desc = own.desc.clone();
     let fits = sources.iter().zip(desc.matrices()).all(|(source, desc)| {
         (source.format, source.rows, source.cols) == (desc.format(), desc.rows(), desc.cols())
     });
@@ -167,6 +168,14 @@ impl Health {
 /// An expert on a drive, and what reads it.
 type Replica<'a> = (&'a Reader, &'a ExpertSource);
 
+/// A drive that an expert is read from.
+struct Drive<'a> {
+    at: usize,
+    replica: Replica<'a>,
+    /// Whether success shows that the drive works again: not where it was read for lack of another.
+    trial: bool,
+}
+
 /// The experts of a model and everywhere they can be read from.
 pub struct ExpertStore {
     table: ExpertTable,
@@ -260,33 +269,37 @@ impl ExpertStore {
         let with_replica = |at| Some((at, self.replica(at, key)?));
         let mut avoided: SmallVec<[(usize, Replica<'_>); 4]> = SmallVec::new();
         let mut first_error = None;
-        let mut read_from = |(at, replica)| match self.load_at(at, replica, key, memory, slot, pace)
-        {
-            Ok(()) => true,
-            Err(error) => {
-                first_error.get_or_insert(error);
-                false
+        let mut read_from = |(at, replica), trial| {
+            let drive = Drive { at, replica, trial };
+            match self.load_at(drive, key, memory, slot, pace) {
+                Ok(()) => true,
+                Err(error) => {
+                    first_error.get_or_insert(error);
+                    false
+                }
             }
         };
-        for drive in std::iter::once(chosen).chain(others).filter_map(with_replica) {
-            if self.health[drive.0].avoid() {
-                avoided.push(drive);
-            } else if read_from(drive) {
+        let drives: SmallVec<[(usize, Replica<'_>); 4]> =
+            std::iter::once(chosen).chain(others).filter_map(with_replica).collect();
+        for drive in &drives {
+            // A drive that alone has the expert is no choice.
+            if drives.len() > 1 && self.health[drive.0].avoid() {
+                avoided.push(*drive);
+            } else if read_from(*drive, drives.len() > 1) {
                 return Ok(());
             }
         }
-        // Nothing else has it: a drive that failed before is better than none.
-        if avoided.into_iter().any(read_from) {
+        // Nothing else could be read: a drive that failed before is better than none.
+        if avoided.into_iter().any(|drive| read_from(drive, false)) {
             return Ok(());
         }
         Err(first_error.unwrap_or_else(|| LoadError::Panicked { tensor: name_of(key) }))
     }
 
-    /// Reads an expert from drive `at`, and notes how the drive does.
+    /// Reads an expert from a drive, and notes how the drive does.
     fn load_at(
         &self,
-        at: usize,
-        (reader, source): Replica<'_>,
+        Drive { at, replica: (reader, source), trial }: Drive<'_>,
         key: Key,
         memory: &mut LoadMemory,
         slot: &mut PageBuffer,
@@ -301,7 +314,7 @@ impl ExpertStore {
         match &loaded {
             Ok(()) => {
                 health.loads.add(1);
-                if health.is_sick() && health.sick_for.swap(0, Ordering::Relaxed) > 0 {
+                if trial && health.is_sick() && health.sick_for.swap(0, Ordering::Relaxed) > 0 {
                     (self.notice)(&format!("{} can be read again", place()));
                 }
             }

@@ -53,18 +53,19 @@ pub fn plan(
         (std::cmp::Reverse(count_of(*layer, *expert)), *expert, *layer)
     });
     let weight = |layer, expert| if usage.is_some() { count_of(layer, expert) } else { 1 };
-    let total: u64 = records.iter().map(|(layer, expert, _)| weight(*layer, *expert)).sum();
+    // A count may be as large as a number can be.
+    let total: f64 = records.iter().map(|(layer, expert, _)| weight(*layer, *expert) as f64).sum();
     let mut plan = MirrorPlan { experts: Vec::new(), bytes: 0, share: 0.0 };
-    let mut covered = 0;
+    let mut covered = 0.0;
     for (layer, expert, record) in records {
         if plan.bytes + record.len > budget_bytes {
             break;
         }
         plan.bytes += record.len;
-        covered += weight(layer, expert);
+        covered += weight(layer, expert) as f64;
         plan.experts.push((layer, expert));
     }
-    plan.share = covered as f64 / total.max(1) as f64;
+    plan.share = covered / total.max(1.0);
     if plan.experts.is_empty() {
         return Err(LabError::Request(format!(
             "not one expert fits in a budget of {budget_bytes} bytes; give a larger --budget"

@@ -124,10 +124,12 @@ pub fn units<T>(
             None => units.push(Unit::Tensor(first)),
             // The list of a model's tensors has gate, up and down one after the other.
             Some((layer, expert)) => {
-                if let (Some(up), Some(down)) = (tensors.next(), tensors.next()) {
-                    let parts = Box::new([first, up, down]);
-                    units.push(Unit::Expert { layer, expert, parts });
-                }
+                let mut next = || tensors.next().filter(|t| place_of(t) == Some((layer, expert)));
+                let rest = next().zip(next());
+                let (up, down) =
+                    rest.unwrap_or_else(|| panic!("gate is not followed by up and down"));
+                let parts = Box::new([first, up, down]);
+                units.push(Unit::Expert { layer, expert, parts });
             }
         }
     }
@@ -355,7 +357,10 @@ impl ShardWriter {
     ) -> Result<(), LabError> {
         self.pad_to(self.at.next_multiple_of(RECORD_ALIGN));
         let start = self.at;
-        for (target, source) in targets.iter().zip(sources) {
+        // Coded matrices may lie in any order.
+        let mut parts: [_; 3] = std::array::from_fn(|at| (&targets[at], &sources[at]));
+        parts.sort_by_key(|(_, source)| source.weights.offset);
+        for (target, source) in parts {
             let place = |range: &ByteRange| start + (range.offset - record.offset);
             self.pad_to(place(&source.weights));
             match source.layout {

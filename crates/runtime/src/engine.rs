@@ -51,8 +51,8 @@ pub struct EngineOptions {
     pub cache_experts: Option<usize>,
     /// Bytes under the ceiling that the caller holds itself.
     pub held_bytes: u64,
-    /// How experts are read; `None` chooses: through the page cache when all fit in memory, past it
-    /// otherwise.
+    /// How experts are read; `None` chooses: through the page cache when all fit in memory; else
+    /// past it, or in place when the files lie in memory anyway.
     pub io: Option<IoMode>,
     /// Most bytes of experts read per second; `None` sets no limit. Mapped files have none.
     pub read_limit: Option<u64>,
@@ -113,9 +113,14 @@ pub enum OpenError {
     /// Its experts.
     #[error(transparent)]
     Experts(#[from] StartError),
-    /// A limit of reads that are not made by this process.
-    #[error("--read-limit has no effect with --io mmap: the system reads mapped files")]
-    MappedLimit,
+    /// Something about reads that mapped files do not need.
+    #[error(
+        "{option} has no effect with --io mmap: the system reads mapped files; give another --io"
+    )]
+    Mapped {
+        /// The option.
+        option: &'static str,
+    },
     /// A mirror of them.
     #[error(transparent)]
     Mirror(#[from] MirrorError),
@@ -190,7 +195,7 @@ impl Engine {
         let family =
             open_family(&model, &reader, &ledger, context, options.int8_classes, progress)?;
         let local = LocalOptions {
-            cache_bytes: options.cache_bytes.map(|bytes| bytes.min(ledger.free())),
+            cache_bytes: options.cache_bytes,
             per_layer_max: options.cache_experts,
             read_ahead: options.read_ahead.clone(),
             always_idle: options.always_idle,

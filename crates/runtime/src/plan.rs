@@ -138,25 +138,21 @@ impl Prepared {
         // again and again, and through it when everything is read once.
         let fits = dense.saturating_add(experts).saturating_add(scratch) <= limit / 10 * 9;
         let files = FileSet::open(&model.shards)?;
-        let asked = options.io.unwrap_or_else(|| match fits {
-            true => IoMode::Buffered,
-            // What lies in memory need not be copied within it.
-            false
-                if options.read_limit.is_none()
-                    && files.are_in_memory()
-                    && table.iter().all(|source| source.in_place().is_some()) =>
-            {
-                IoMode::Mmap
-            }
-            false => IoMode::Direct,
-        });
+        // What mapped files would not heed.
+        let needs_reads = match options {
+            _ if options.read_limit.is_some() => Some("--read-limit"),
+            _ if !options.mirrors.is_empty() => Some("--mirror"),
+            _ => None,
+        };
+        let may_map = needs_reads.is_none();
+        let asked = options.io.unwrap_or_else(|| table.default_mode(&files, fits, may_map));
         let opened = open_files(files, asked);
         if let Some(why) = opened.fallback.as_ref().filter(|_| options.io.is_some()) {
             (options.notice)(why);
         }
         let is_mapped = asked == IoMode::Mmap;
-        if is_mapped && options.read_limit.is_some() {
-            return Err(OpenError::MappedLimit);
+        if let Some(option) = needs_reads.filter(|_| is_mapped) {
+            return Err(OpenError::Mapped { option });
         }
         let limit_of_reads =
             options.read_limit.map(|bytes_per_s| Arc::new(RateLimit::new(bytes_per_s as f64)));

@@ -190,14 +190,14 @@ fn predict(
         Some(usage) => {
             // The experts with the most choices, as many as fit.
             let table = store.table();
-            let counts = (0..table.layers()).flat_map(|layer| {
-                usage.layer(layer).iter().take(table.layer(layer).len()).copied()
-            });
+            let counts = (0..table.layers())
+                .flat_map(|layer| usage.layer(layer).iter().take(table.places(layer)).copied());
             let mut counts: Vec<u64> = counts.collect();
             counts.sort_unstable_by(|a, b| b.cmp(a));
             let kept = (share * counts.len() as f64) as usize;
-            let all: u64 = counts.iter().sum();
-            counts.iter().take(kept).sum::<u64>() as f64 / all.max(1) as f64
+            // A count may be as large as a number can be.
+            let sum = |counts: &[u64]| counts.iter().map(|count| *count as f64).sum::<f64>();
+            sum(&counts[..kept.min(counts.len())]) / sum(&counts).max(1.0)
         }
     };
     let device = Device::of(&model.shards).and_then(|device| {

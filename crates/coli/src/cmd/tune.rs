@@ -3,6 +3,7 @@
 use std::env;
 use std::process::{Command, Output, Stdio};
 
+use experts::ReadAhead;
 use lab::tune::{self, Measurement, Trial, TuneOptions, tune};
 use serde_json::json;
 
@@ -18,6 +19,11 @@ pub fn run(args: &TuneArgs) -> Outcome {
             .map_err(|error| Failure::usage(format!("--measurement: {error}")))?;
         say!("{}", tune::measure(&options, &what)?);
         return Ok(());
+    }
+    if matches!(options.read_ahead, ReadAhead::Pairs { .. }) {
+        return Err(Failure::usage(
+            "coli tune does not try --prefetch pairs; give router or off to begin with",
+        ));
     }
     if args.forget {
         let forgotten = tuned::forget(&options.dirs)?;

@@ -1,6 +1,7 @@
 //! The program as a user runs it.
 
 mod bench;
+mod cluster;
 mod commands;
 mod convert;
 mod hostile;

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use super::policy::coldest_layer;
 use super::queue::{Job, Kind};
-use super::{Account, Entry, GUESSES_NOTED_MAX, Key, Layer, Shared, Slot};
+use super::{Account, Entry, GUESSES_NOTED_MAX, Key, Layer, Shared};
 use crate::load::{LoadError, LoadMemory, name_of};
 use crate::reader::{AtOnce, Pace, PageBuffer};
 
@@ -34,7 +34,7 @@ impl Pace for GiveWay<'_> {
         let (layer, expert) = (self.key.0 as usize, self.key.1 as usize);
         self.shared.jobs.wait_until_idle(|| {
             let state = self.shared.layers[layer].lock();
-            matches!(state.entries[expert], Entry::Loading { ahead: true, .. })
+            matches!(state.entries[expert], Entry::Loading { ahead: Some(_), .. })
         });
     }
 }
@@ -56,7 +56,7 @@ impl Shared {
     /// Bytes that guesses may take: little, for trials, while they do not pay.
     fn ahead_max(&self) -> i64 {
         let all = self.options.ahead_bytes;
-        let most = match self.guesses_pay.load(Ordering::Relaxed) {
+        let most = match self.recent.pay.load(Ordering::Relaxed) {
             true => all,
             false => all.min(TRIAL_EXPERTS * self.store.table().slot_bytes_max()),
         };
@@ -83,17 +83,20 @@ impl Shared {
         let entry = std::mem::replace(&mut state.entries[key.1 as usize], Entry::Absent);
         state.policy.unlink(key.1);
         state.held -= 1;
-        let Entry::Ready { slot, ahead, .. } = entry else { return };
+        let Entry::Ready { slot, ahead, .. } = entry else {
+            panic!("{} is evicted and not in memory", name_of(key));
+        };
         let bytes = self.bytes_of(key);
-        if ahead {
+        if ahead.is_some() {
             account.ahead -= bytes;
             self.counters.wasted.add(1);
+            self.recent.wasted.fetch_add(1, Ordering::Relaxed);
         } else {
             account.regular -= bytes;
         }
         self.counters.evictions.add(1);
         if let Some(slot) = Arc::into_inner(slot) {
-            account.spare.push(slot.data);
+            account.spare.push(slot);
         }
     }
 
@@ -126,41 +129,40 @@ impl Shared {
     }
 
     /// Forgets guesses that were asked for or given up, once there are many: those left are as many
-    /// as there is room for, or wait to be read.
-    pub(super) fn forget_settled_guesses(&self, account: &mut Account) {
+    /// as there is room for.
+    fn forget_settled_guesses(&self, account: &mut Account) {
         if account.guesses.len() <= GUESSES_NOTED_MAX {
             return;
         }
-        account.guesses.retain(|((layer, expert), _)| {
+        account.guesses.retain(|((layer, expert), guessed_at)| {
             let state = self.layers[*layer as usize].lock();
-            matches!(
-                state.entries[*expert as usize],
-                Entry::Loading { ahead: true, .. } | Entry::Ready { ahead: true, .. }
-            )
+            state.entries[*expert as usize].guess() == Some(*guessed_at)
         });
     }
 
-    /// Evicts the oldest guess whose layer has been computed since, or that was asked for.
+    /// Evicts the oldest guess, if its layer has been computed since.
     fn evict_stale_guess(&self, account: &mut Account) -> bool {
-        while let Some(&(key, requests)) = account.guesses.front() {
-            let shard = &self.layers[key.0 as usize];
-            let mut state = shard.lock();
-            match &state.entries[key.1 as usize] {
-                entry @ Entry::Ready { ahead: true, .. } => {
-                    if state.requests == requests || !is_free(entry) {
-                        return false;
-                    }
-                    account.guesses.pop_front();
-                    self.evict(account, &mut state, key);
-                    return true;
-                }
-                Entry::Loading { ahead: true, .. } => return false,
-                _ => {
-                    account.guesses.pop_front();
-                }
+        while let Some(&(key, guessed_at)) = account.guesses.front() {
+            let mut state = self.layers[key.0 as usize].lock();
+            let entry = &state.entries[key.1 as usize];
+            if entry.guess() != Some(guessed_at) {
+                account.guesses.pop_front();
+                continue;
             }
+            if state.requests == guessed_at || !is_free(entry) {
+                return false;
+            }
+            account.guesses.pop_front();
+            self.evict(account, &mut state, key);
+            return true;
         }
         false
+    }
+
+    /// Whether a guess comes too late: its layer has been computed since.
+    fn is_overtaken(&self, key: Key) -> bool {
+        let state = self.layers[key.0 as usize].lock();
+        state.entries[key.1 as usize].guess().is_some_and(|at| at != state.requests)
     }
 
     /// Accounts for an expert's memory, evicting as needed, and returns a buffer for it; `None`
@@ -197,6 +199,9 @@ impl Shared {
                 }
             }
             Kind::Ahead => {
+                if self.is_overtaken(key) {
+                    return None;
+                }
                 while account.ahead + bytes > self.ahead_max() {
                     if !self.evict_stale_guess(account) {
                         return None;
@@ -211,16 +216,22 @@ impl Shared {
                 }
             }
         }
-        {
+        let guess = {
             let mut state = self.layers[layer].lock();
             state.held += 1;
-            // A guess may have been asked for while it had no room yet.
-            match &mut state.entries[key.1 as usize] {
-                Entry::Loading { ahead, has_room, .. } => {
-                    *has_room = true;
-                    *if *ahead { &mut account.ahead } else { &mut account.regular } += bytes;
-                }
-                _ => account.regular += bytes,
+            let entry = &mut state.entries[key.1 as usize];
+            if let Entry::Loading { has_room, .. } = entry {
+                *has_room = true;
+            }
+            // None where a guess was asked for while it had no room yet.
+            entry.guess()
+        };
+        match guess {
+            None => account.regular += bytes,
+            Some(guessed_at) => {
+                account.ahead += bytes;
+                account.guesses.push_back((key, guessed_at));
+                self.forget_settled_guesses(account);
             }
         }
         let fitting = account.spare.iter().position(|buffer| buffer.len() as i64 == bytes);
@@ -234,13 +245,16 @@ impl Shared {
         })
     }
 
-    /// [`Shared::take_room`] for a load that somebody waits for: waits until there is some; `None`
-    /// when the cache ends.
+    /// [`Shared::take_room`] for a load that somebody waits for: waits until there is some, nobody
+    /// waits any more, or the cache ends; the last two give `None`.
     fn wait_for_room(&self, job: &Job) -> Option<PageBuffer> {
         self.starved.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let room = loop {
             let seen = self.jobs.room_signals();
+            if self.is_unwanted(job.key) {
+                break None;
+            }
             if let Some(room) = self.take_room(job) {
                 break Some(room);
             }
@@ -252,15 +266,17 @@ impl Shared {
         room
     }
 
+    fn is_unwanted(&self, key: Key) -> bool {
+        let state = self.layers[key.0 as usize].lock();
+        matches!(state.entries[key.1 as usize], Entry::Loading { waiters: 0, .. })
+    }
+
     /// One loader thread: loads what is queued until the cache is dropped.
     pub(super) fn run_loader(&self, ahead: bool) {
         let mut memory = LoadMemory::default();
         while let Some(job) = self.jobs.next(ahead) {
             let room = match (self.take_room(&job), job.kind) {
-                (None, Kind::Demand) => match self.wait_for_room(&job) {
-                    None => return,
-                    room => room,
-                },
+                (None, Kind::Demand) => self.wait_for_room(&job),
                 (room, _) => room,
             };
             match room {
@@ -282,7 +298,7 @@ impl Shared {
         let entry = &mut self.layers[key.0 as usize].lock().entries[key.1 as usize];
         match entry {
             Entry::Loading { waiters: 0, has_room: false, ahead } => {
-                self.counters.dropped_no_room.add(u64::from(*ahead));
+                self.counters.dropped_no_room.add(u64::from(ahead.is_some()));
                 *entry = Entry::Absent;
             }
             Entry::Loading { has_room: false, .. } => self.jobs.need(&[key]),
@@ -316,12 +332,12 @@ impl Shared {
             let entry = &mut state.entries[key.1 as usize];
             let (waiters, ahead) = match entry {
                 Entry::Loading { waiters, ahead, .. } => (*waiters, *ahead),
-                _ => (0, false),
+                _ => (0, None),
             };
             let failed = match loaded {
                 Ok(data) => {
-                    *entry = Entry::Ready { slot: Arc::new(Slot { data }), waiters, ahead };
-                    if !ahead && !state.pinned[key.1 as usize] {
+                    *entry = Entry::Ready { slot: Arc::new(data), waiters, ahead };
+                    if ahead.is_none() && !state.pinned[key.1 as usize] {
                         state.policy.link(key.1);
                     }
                     None
@@ -332,7 +348,7 @@ impl Shared {
                         0 => Entry::Absent,
                         _ => Entry::Failed { error: Arc::new(error), waiters },
                     };
-                    Some(ahead)
+                    Some(ahead.is_some())
                 }
             };
             shard.publish_floor(state);

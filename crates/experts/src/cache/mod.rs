@@ -16,7 +16,7 @@ pub mod policy;
 mod queue;
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
@@ -28,7 +28,7 @@ use self::counters::{CacheCounters, Phase, Tier};
 use self::policy::{LayerPolicy, NOTHING};
 use self::queue::Jobs;
 use crate::backend::FEW_EXPERTS;
-use crate::load::LoadError;
+use crate::load::{ExpertSource, LoadError};
 use crate::reader::PageBuffer;
 use crate::store::ExpertStore;
 
@@ -39,6 +39,8 @@ const IDLE_SHARE_MIN: f64 = 0.02;
 const COME_TRUE_SHARE_MIN: f64 = 0.6;
 /// Guesses whose end is known before they are judged.
 const GUESSES_JUDGED: u64 = 64;
+/// Guesses whose end is known after which all so far count half.
+const GUESSES_RECENT: u64 = 256;
 /// Lists of guesses of which one is read although guesses do not pay.
 const TRIAL_EVERY: u64 = 32;
 
@@ -73,26 +75,32 @@ impl CacheOptions {
     }
 }
 
-/// An expert in memory.
-#[derive(Debug)]
-struct Slot {
-    data: PageBuffer,
-}
-
 /// A place in the model: layer and expert.
 pub type Key = (u32, u32);
+
+/// Of an expert that was guessed and that nobody has asked for: the requests that its layer had
+/// had.
+type Guess = Option<u64>;
 
 #[derive(Debug)]
 enum Entry {
     /// Not in memory.
     Absent,
-    /// Queued or being read. `ahead`: nobody has asked for it yet; `has_room`: its memory is
-    /// accounted for.
-    Loading { waiters: u32, ahead: bool, has_room: bool },
-    /// In memory. `ahead`: nobody has asked for it yet.
-    Ready { slot: Arc<Slot>, waiters: u32, ahead: bool },
+    /// Queued or being read. `has_room`: its memory is accounted for.
+    Loading { waiters: u32, ahead: Guess, has_room: bool },
+    /// In memory.
+    Ready { slot: Arc<PageBuffer>, waiters: u32, ahead: Guess },
     /// Its load failed; kept until everyone who waits has heard.
     Failed { error: Arc<LoadError>, waiters: u32 },
+}
+
+impl Entry {
+    fn guess(&self) -> Guess {
+        match self {
+            Entry::Loading { ahead, .. } | Entry::Ready { ahead, .. } => *ahead,
+            Entry::Absent | Entry::Failed { .. } => None,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -139,8 +147,19 @@ struct Account {
     /// Bytes of experts that are kept once they are there.
     pinned: i64,
     spare: Vec<PageBuffer>,
-    /// Guessed experts, oldest first, with the requests their layer had had.
+    /// Guessed experts that were given room, oldest first, each with its [`Guess`].
     guesses: VecDeque<(Key, u64)>,
+}
+
+/// How guesses did lately.
+#[derive(Debug, Default)]
+struct RecentGuesses {
+    /// Guesses that came true, older ones counting less.
+    came_true: AtomicU64,
+    /// Those that were read for nothing, likewise.
+    wasted: AtomicU64,
+    /// Whether enough came true for the room that they take.
+    pay: AtomicBool,
 }
 
 /// Experts of a request that were in memory.
@@ -155,8 +174,7 @@ struct Shared {
     jobs: Jobs,
     /// Loaders that wait for room; see [`Shared::room_freed`].
     starved: AtomicUsize,
-    /// Whether enough guesses came true lately for the room that they take.
-    guesses_pay: AtomicBool,
+    recent: RecentGuesses,
     store: ExpertStore,
     options: CacheOptions,
     counters: CacheCounters,
@@ -170,7 +188,7 @@ pub struct ExpertCache {
 
 /// An expert that stays in memory as long as this lives.
 pub struct Lease {
-    slot: Option<Arc<Slot>>,
+    slot: Option<Arc<PageBuffer>>,
     shared: Arc<Shared>,
     key: Key,
 }
@@ -178,7 +196,7 @@ pub struct Lease {
 impl Lease {
     /// The expert's matrices.
     pub fn view(&self) -> ExpertRef<'_> {
-        let data: &[u8] = self.slot.as_ref().map_or(&[], |slot| &slot.data);
+        let data: &[u8] = self.slot.as_ref().map_or(&[], |slot| slot);
         self.shared.store.table().expert(self.key).desc.view(data)
     }
 }
@@ -195,11 +213,14 @@ impl ExpertCache {
     pub fn new(store: ExpertStore, options: CacheOptions) -> std::io::Result<ExpertCache> {
         let table = store.table();
         let layers = (0..table.layers()).map(|layer| {
-            let sources = table.layer(layer);
-            let policy = LayerPolicy::new(sources.iter().map(|source| source.slot_bytes()));
+            let places = 0..table.places(layer);
+            let bytes_of = |expert: usize| {
+                table.get((layer as u32, expert as u32)).map_or(0, ExpertSource::slot_bytes)
+            };
+            let policy = LayerPolicy::new(places.clone().map(bytes_of));
             let state = Layer {
-                entries: sources.iter().map(|_| Entry::Absent).collect(),
-                pinned: vec![false; sources.len()],
+                pinned: vec![false; places.len()],
+                entries: places.map(|_| Entry::Absent).collect(),
                 policy,
                 held: 0,
                 requests: 0,
@@ -222,7 +243,7 @@ impl ExpertCache {
             }),
             jobs: Jobs::new(),
             starved: AtomicUsize::new(0),
-            guesses_pay: AtomicBool::new(false),
+            recent: RecentGuesses::default(),
             store,
             options,
             counters: CacheCounters::default(),
@@ -299,9 +320,12 @@ impl ExpertCache {
                     Entry::Ready { slot, ahead, .. } => {
                         let slot = Some(slot.clone());
                         ready.push((expert, Lease { slot, shared: shared.clone(), key }));
-                        if std::mem::take(ahead) {
+                        if ahead.take().is_some() {
                             asked_for += shared.bytes_of(key);
-                            state.policy.link(expert);
+                            if !pinned {
+                                state.policy.link(expert);
+                            }
+                            shared.recent.came_true.fetch_add(1, Ordering::Relaxed);
                             Tier::Guessed
                         } else if pinned {
                             Tier::Pinned
@@ -314,11 +338,16 @@ impl ExpertCache {
                         let queued = *waiters == 0 && shared.jobs.promote(key);
                         *waiters += 1;
                         pending.experts.push(expert);
-                        let guessed = std::mem::take(ahead);
+                        let guessed = ahead.take().is_some();
                         if guessed && *has_room {
                             asked_for += shared.bytes_of(key);
                         }
-                        if guessed && !queued { Tier::Late } else { Tier::Missing }
+                        if guessed && !queued {
+                            shared.recent.came_true.fetch_add(1, Ordering::Relaxed);
+                            Tier::Late
+                        } else {
+                            Tier::Missing
+                        }
                     }
                     Entry::Failed { waiters, .. } => {
                         *waiters += 1;
@@ -326,7 +355,7 @@ impl ExpertCache {
                         Tier::Missing
                     }
                     entry @ Entry::Absent => {
-                        *entry = Entry::Loading { waiters: 1, ahead: false, has_room: false };
+                        *entry = Entry::Loading { waiters: 1, ahead: None, has_room: false };
                         missing.push(key);
                         pending.experts.push(expert);
                         Tier::Missing
@@ -342,7 +371,8 @@ impl ExpertCache {
     }
 
     /// Reads experts that may be needed soon, best guess first, as far as there is room and the
-    /// drive is idle. Never disturbs what was asked for.
+    /// drive is idle. What was asked for gives way at most as far as it had taken the room that is
+    /// set aside for guesses.
     pub fn guess(&self, layer: usize, experts: &[u32]) {
         let shared = &self.shared;
         if shared.options.ahead_bytes == 0 || experts.is_empty() {
@@ -359,25 +389,21 @@ impl ExpertCache {
             return;
         }
         let mut missing: SmallVec<[Key; FEW_EXPERTS]> = SmallVec::new();
-        let requests = {
+        {
             let mut state = shared.layers[layer].lock();
+            let requests = state.requests;
             for &expert in experts {
                 match &mut state.entries[expert as usize] {
                     entry @ Entry::Absent => {
-                        *entry = Entry::Loading { waiters: 0, ahead: true, has_room: false };
+                        *entry =
+                            Entry::Loading { waiters: 0, ahead: Some(requests), has_room: false };
                         missing.push((layer as u32, expert));
                     }
                     _ => counters.dropped_resident.add(1),
                 }
             }
-            state.requests
-        };
-        counters.issued.add(missing.len() as u64);
-        {
-            let mut account = shared.account();
-            account.guesses.extend(missing.iter().map(|key| (*key, requests)));
-            shared.forget_settled_guesses(&mut account);
         }
+        counters.issued.add(missing.len() as u64);
         // Older guesses that were not begun give way to better ones.
         for key in shared.jobs.replace_guesses(&missing) {
             shared.give_up(key);
@@ -387,14 +413,20 @@ impl ExpertCache {
     /// Whether guesses are read: when they come true often enough, until that is known, and now and
     /// then whatever the past says, since routing changes.
     fn may_guess(&self) -> bool {
-        let counters = &self.shared.counters;
-        let came_true = counters.tier(Tier::Guessed) + counters.tier(Tier::Late);
-        let settled = came_true + counters.wasted.get();
-        let tried = counters.trials.get();
-        counters.trials.add(1);
+        let recent = &self.shared.recent;
+        let came_true = recent.came_true.load(Ordering::Relaxed);
+        let settled = came_true + recent.wasted.load(Ordering::Relaxed);
+        let tried = self.shared.counters.trials.get();
+        self.shared.counters.trials.add(1);
         let judged = settled >= GUESSES_JUDGED;
         let pay = judged && came_true as f64 >= COME_TRUE_SHARE_MIN * settled as f64;
-        self.shared.guesses_pay.store(pay, Ordering::Relaxed);
+        recent.pay.store(pay, Ordering::Relaxed);
+        if settled >= GUESSES_RECENT {
+            // Older ones count half.
+            for count in [&recent.came_true, &recent.wasted] {
+                count.fetch_sub(count.load(Ordering::Relaxed) / 2, Ordering::Relaxed);
+            }
+        }
         pay || !judged || tried.is_multiple_of(TRIAL_EVERY)
     }
 
@@ -415,7 +447,7 @@ impl ExpertCache {
         for key in keys {
             let mut state = shared.layers[key.0 as usize].lock();
             if let entry @ Entry::Absent = &mut state.entries[key.1 as usize] {
-                *entry = Entry::Loading { waiters: 0, ahead: false, has_room: false };
+                *entry = Entry::Loading { waiters: 0, ahead: None, has_room: false };
                 missing.push(key);
             }
         }
@@ -457,7 +489,7 @@ impl ExpertCache {
         account.pinned += if pinned { bytes } else { -bytes };
         state.pinned[key.1 as usize] = pinned;
         match (&state.entries[key.1 as usize], pinned) {
-            (Entry::Ready { ahead: false, .. }, false) => state.policy.link(key.1),
+            (Entry::Ready { ahead: None, .. }, false) => state.policy.link(key.1),
             _ => state.policy.unlink(key.1),
         }
         shard.publish_floor(state);
@@ -467,13 +499,27 @@ impl ExpertCache {
         true
     }
 
+    /// Pinned experts that are neither in memory nor being read.
+    pub fn absent_pins(&self) -> Vec<Key> {
+        let mut absent = Vec::new();
+        for (layer, shard) in self.shared.layers.iter().enumerate() {
+            let state = shard.lock();
+            for (expert, (entry, pinned)) in state.entries.iter().zip(&state.pinned).enumerate() {
+                if *pinned && matches!(entry, Entry::Absent) {
+                    absent.push((layer as u32, expert as u32));
+                }
+            }
+        }
+        absent
+    }
+
     /// Experts in memory that were asked for, each with its worth and whether it is pinned.
     pub fn residents(&self) -> Vec<(Key, i64, bool)> {
         let mut residents = Vec::new();
         for (layer, shard) in self.shared.layers.iter().enumerate() {
             let state = shard.lock();
             for (expert, entry) in state.entries.iter().enumerate() {
-                if let Entry::Ready { ahead: false, .. } = entry {
+                if let Entry::Ready { ahead: None, .. } = entry {
                     let worth = state.policy.worth(expert as u32);
                     residents.push(((layer as u32, expert as u32), worth, state.pinned[expert]));
                 }
@@ -504,11 +550,6 @@ pub struct Pending<'a> {
 pub type Arrived = Result<Ready, (u32, Arc<LoadError>)>;
 
 impl Pending<'_> {
-    /// Whether everything has come.
-    pub fn is_empty(&self) -> bool {
-        self.experts.is_empty()
-    }
-
     /// Waits for some of the experts and returns all that have come, at most `most`; `None` when
     /// there are no more. A failed load is returned once, and may be asked for again.
     #[allow(clippy::should_implement_trait)]

@@ -25,10 +25,18 @@ pub(crate) enum Kind {
 }
 
 /// A load.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Job {
     pub key: Key,
     pub kind: Kind,
+}
+
+/// A load that was begun.
+#[derive(Debug)]
+struct UnderWay {
+    job: Job,
+    /// Whether somebody waits for it.
+    awaited: bool,
 }
 
 #[derive(Debug, Default)]
@@ -36,16 +44,12 @@ struct Queues {
     demand: VecDeque<Key>,
     warm: VecDeque<Key>,
     ahead: VecDeque<Key>,
-    /// Loads under way that somebody waits for.
-    running: usize,
-    warming: usize,
+    under_way: Vec<UnderWay>,
     /// Times that room became free.
     room_signals: u64,
     /// Times that a load under way may have been asked for.
     turns: u64,
     stop: bool,
-    /// Whether a guess is being read.
-    guessing: bool,
     busy: BusyClock,
     known: BusyClock,
 }
@@ -94,14 +98,28 @@ impl BusyClock {
 }
 
 impl Queues {
+    /// Whether nobody waits for a load.
     fn is_idle(&self) -> bool {
-        self.demand.is_empty() && self.running == 0
+        self.demand.is_empty() && !self.under_way.iter().any(|load| load.awaited)
+    }
+
+    fn is_warm(&self) -> bool {
+        let warms = |load: &UnderWay| load.job.kind == Kind::Warm;
+        self.warm.is_empty() && !self.under_way.iter().any(warms)
+    }
+
+    /// Begins a load.
+    fn begin(&mut self, key: Key, kind: Kind) -> Option<Job> {
+        let job = Job { key, kind };
+        self.under_way.push(UnderWay { job, awaited: kind == Kind::Demand });
+        self.update_busy();
+        Some(job)
     }
 
     fn update_busy(&mut self) {
         let busy = !self.is_idle();
         self.busy.set(busy);
-        self.known.set(busy || self.guessing);
+        self.known.set(busy || !self.under_way.is_empty());
     }
 }
 
@@ -127,6 +145,7 @@ impl Jobs {
             let mut queues = jobs.lock();
             queues.demand.reserve(DEMAND_USUAL);
             queues.ahead.reserve(2 * GUESSES_MAX);
+            queues.under_way.reserve(DEMAND_USUAL);
         }
         jobs
     }
@@ -184,8 +203,10 @@ impl Jobs {
         };
         if found {
             queues.demand.push_back(key);
-            queues.update_busy();
+        } else if let Some(load) = queues.under_way.iter_mut().find(|load| load.job.key == key) {
+            load.awaited = true;
         }
+        queues.update_busy();
         // Its reader may wait for its turn: it has come.
         queues.turns += 1;
         drop(queues);
@@ -202,7 +223,7 @@ impl Jobs {
         let found = queues.demand.iter().position(|queued| *queued == key);
         if let Some(at) = found {
             queues.demand.remove(at);
-            queues.update_busy();
+            self.tell(queues);
         }
         found.is_some()
     }
@@ -220,20 +241,16 @@ impl Jobs {
                     && queues.warm.is_empty()
                     && let Some(key) = queues.ahead.pop_front()
                 {
-                    queues.guessing = true;
-                    queues.update_busy();
-                    return Some(Job { key, kind: Kind::Ahead });
+                    return queues.begin(key, Kind::Ahead);
                 }
                 queues = wait(&self.ahead_changed, queues);
                 continue;
             }
             if let Some(key) = queues.demand.pop_front() {
-                queues.running += 1;
-                return Some(Job { key, kind: Kind::Demand });
+                return queues.begin(key, Kind::Demand);
             }
             if let Some(key) = queues.warm.pop_front() {
-                queues.warming += 1;
-                return Some(Job { key, kind: Kind::Warm });
+                return queues.begin(key, Kind::Warm);
             }
             queues = wait(&self.changed, queues);
         }
@@ -242,13 +259,17 @@ impl Jobs {
     /// Says that a load from [`Jobs::next`] is over.
     pub fn done(&self, job: &Job) {
         let mut queues = self.lock();
-        match job.kind {
-            Kind::Demand => queues.running = queues.running.saturating_sub(1),
-            Kind::Warm => queues.warming = queues.warming.saturating_sub(1),
-            Kind::Ahead => queues.guessing = false,
+        let at = queues.under_way.iter().position(|load| load.job == *job);
+        if let Some(at) = at {
+            queues.under_way.swap_remove(at);
         }
+        self.tell(queues);
+    }
+
+    /// Tells those who wait for the drive to be idle, or the cache to be warm, after a load less.
+    fn tell(&self, mut queues: MutexGuard<'_, Queues>) {
         queues.update_busy();
-        let (idle, warm) = (queues.is_idle(), queues.warm.is_empty() && queues.warming == 0);
+        let (idle, warm) = (queues.is_idle(), queues.is_warm());
         drop(queues);
         if idle {
             self.ahead_changed.notify_all();
@@ -300,7 +321,7 @@ impl Jobs {
     /// Waits until nothing is left to warm the cache with.
     pub fn wait_until_warm(&self) {
         let mut queues = self.lock();
-        while !(queues.stop || queues.warm.is_empty() && queues.warming == 0) {
+        while !(queues.stop || queues.is_warm()) {
             queues = wait(&self.warm_changed, queues);
         }
     }
@@ -332,4 +353,35 @@ impl Jobs {
 
 fn wait<'a>(condvar: &Condvar, queues: MutexGuard<'a, Queues>) -> MutexGuard<'a, Queues> {
     condvar.wait(queues).unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_load_that_is_taken_back_lets_guesses_go_on() {
+        let jobs = Jobs::new();
+        jobs.need(&[(1, 2)]);
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| jobs.wait_until_idle(|| true));
+            assert!(jobs.withdraw((1, 2)));
+            waiting.join().unwrap();
+        });
+        assert!(!jobs.withdraw((1, 2)));
+    }
+
+    #[test]
+    fn a_read_is_waited_for_once_somebody_asks_however_it_began() {
+        let jobs = Jobs::new();
+        jobs.warm(&[(0, 0)]);
+        let job = jobs.next(false).unwrap();
+        assert_eq!(job.kind, Kind::Warm);
+        assert!(jobs.lock().is_idle() && !jobs.lock().is_warm());
+        assert!(!jobs.promote((0, 0)), "it is under way");
+        assert!(!jobs.lock().is_idle());
+        jobs.done(&job);
+        assert!(jobs.lock().is_idle() && jobs.lock().is_warm());
+        assert!(jobs.known(Instant::now()) > Duration::ZERO);
+    }
 }

@@ -1,6 +1,7 @@
 //! Experts: where their bytes lie, and how they come into memory.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use container::{ByteRange, ContainerError, LayerKind, Layout, Model, QSource, Record};
@@ -10,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::{LoadError, check_tag};
 use crate::cache::Key;
-use crate::reader::{PAGE_BYTES, Pace, PageBuffer, Reader};
+use crate::reader::{FileSet, IoMode, PAGE_BYTES, Pace, PageBuffer, Reader};
 
 /// Bytes between two parts of an expert that are read with them rather than apart.
 const GAP_BYTES: u64 = 64 << 10;
@@ -95,8 +96,10 @@ impl ExpertSource {
                     && read.offset <= range.offset
                     && range.offset + range.len <= read.offset + read.len
             };
-            let read = reads.iter().position(holds).unwrap_or(0);
-            let at = range.offset.saturating_sub(reads[read].offset) as usize;
+            // The container refuses a record that does not hold its expert.
+            let read = reads.iter().position(holds);
+            let read = read.unwrap_or_else(|| panic!("a matrix lies in none of the reads"));
+            let at = (range.offset - reads[read].offset) as usize;
             Part { read, at, len: range.len as usize }
         };
         let matrices = sources.each_ref().map(|source| match source.layout {
@@ -154,14 +157,18 @@ impl ExpertSource {
     }
 }
 
-/// A record cut where its second and third matrix begin; `None` where they do not follow each
-/// other.
+/// A record cut where its second and third matrix begin; `None` where not each matrix would lie in
+/// one of the pieces, in order.
 fn pieces(record: &Record, sources: &[QSource; 3]) -> Option<[ByteRange; 3]> {
     let Record { file, offset, len, .. } = *record;
     let [_, up, down] = sources.each_ref().map(|source| source.weights.offset);
     let cuts = [offset, up, down, offset + len];
-    let ascending = cuts.windows(2).all(|cut| cut[0] < cut[1]);
-    ascending.then(|| {
+    let fits = |(source, cut): (&QSource, &[u64])| {
+        let QSource { weights, scales, .. } = source;
+        scales.is_none() && cut[0] <= weights.offset && weights.offset + weights.len <= cut[1]
+    };
+    let each_has_its_own = sources.iter().zip(cuts.windows(2)).all(fits);
+    each_has_its_own.then(|| {
         [0, 1, 2].map(|at| ByteRange { file, offset: cuts[at], len: cuts[at + 1] - cuts[at] })
     })
 }
@@ -174,23 +181,24 @@ fn buffer_span(reader: &Reader, read: &ByteRange) -> usize {
 /// The experts of a model, by layer.
 #[derive(Debug, Default)]
 pub struct ExpertTable {
-    layers: Vec<Vec<ExpertSource>>,
+    /// Places without an expert are those that this machine does not hold.
+    layers: Vec<Vec<Option<ExpertSource>>>,
 }
 
 impl ExpertTable {
-    /// Resolves the experts of `layers` (empty entries for layers without any). `int8` says
-    /// whether int8 activations may meet routed experts.
+    /// Resolves the experts of `layers` (layers without any have no places). `int8` says whether
+    /// int8 activations may meet routed experts.
     pub fn new(
         model: &Model,
-        layers: impl Iterator<Item = (usize, usize)>,
+        layers: impl Iterator<Item = (usize, Range<usize>)>,
         int8: bool,
     ) -> Result<ExpertTable, ContainerError> {
         let mut descs: HashMap<[(Format, usize, usize); 3], Arc<ExpertDesc>> = HashMap::new();
         let mut table = ExpertTable::default();
         for (layer, experts) in layers {
             table.layers.resize_with(table.layers.len().max(layer + 1), Vec::new);
-            table.layers[layer].reserve_exact(experts);
-            for expert in 0..experts {
+            table.layers[layer].resize_with(model.config.moe.experts, || None);
+            for expert in experts {
                 let sources = model.expert_sources(layer, expert)?;
                 let key = sources.each_ref().map(|s| (s.format, s.rows, s.cols));
                 let desc = match descs.get(&key) {
@@ -202,7 +210,8 @@ impl ExpertTable {
                     }
                 };
                 let record = model.expert_record(layer, expert);
-                table.layers[layer].push(ExpertSource::new(desc, &sources, record));
+                let source = ExpertSource::new(desc, &sources, record);
+                table.layers[layer][expert] = Some(source);
             }
         }
         Ok(table)
@@ -213,7 +222,7 @@ impl ExpertTable {
         let config = &model.config;
         let layers = (0..config.layers)
             .filter(|layer| config.layer_kind(*layer) == Some(LayerKind::Sparse))
-            .map(|layer| (layer, config.moe.experts));
+            .map(|layer| (layer, 0..config.moe.experts));
         ExpertTable::new(model, layers, int8)
     }
 
@@ -222,26 +231,46 @@ impl ExpertTable {
         self.layers.len()
     }
 
-    /// The experts of a layer.
-    pub fn layer(&self, layer: usize) -> &[ExpertSource] {
-        self.layers.get(layer).map_or(&[], Vec::as_slice)
+    /// Number of places of a layer: its experts, held or not.
+    pub fn places(&self, layer: usize) -> usize {
+        self.layers.get(layer).map_or(0, Vec::len)
     }
 
-    /// An expert, which the model has.
-    pub fn expert(&self, (layer, expert): Key) -> &ExpertSource {
-        &self.layers[layer as usize][expert as usize]
+    /// An expert, if it is held.
+    pub fn get(&self, (layer, expert): Key) -> Option<&ExpertSource> {
+        self.layers.get(layer as usize)?.get(expert as usize)?.as_ref()
     }
 
-    /// The places of all experts, layer by layer.
+    /// An expert that is held.
+    pub fn expert(&self, key: Key) -> &ExpertSource {
+        self.get(key).unwrap_or_else(|| panic!("{} is not held", name_of(key)))
+    }
+
+    /// The places of all experts that are held, layer by layer.
     pub fn keys(&self) -> impl Iterator<Item = Key> + use<'_> {
         let layers = self.layers.iter().enumerate();
-        layers
-            .flat_map(|(layer, experts)| (0..experts.len()).map(move |e| (layer as u32, e as u32)))
+        let keys = layers
+            .flat_map(|(layer, places)| (0..places.len()).map(move |e| (layer as u32, e as u32)));
+        keys.filter(|key| self.get(*key).is_some())
     }
 
     /// Every expert.
     pub fn iter(&self) -> impl Iterator<Item = &ExpertSource> {
-        self.layers.iter().flatten()
+        self.layers.iter().flatten().flatten()
+    }
+
+    /// How the experts are read where nothing is asked: through the page cache when all of them
+    /// fit in memory and are read once, past it when they are read again and again, in place when
+    /// the files lie in memory anyway and `may_map` says that nothing stands against it.
+    pub fn default_mode(&self, files: &FileSet, fits: bool, may_map: bool) -> IoMode {
+        let in_place = || self.iter().all(|source| source.in_place().is_some());
+        if fits {
+            IoMode::Buffered
+        } else if may_map && files.are_in_memory() && in_place() {
+            IoMode::Mmap
+        } else {
+            IoMode::Direct
+        }
     }
 
     /// Bytes of the largest expert in memory; 0 without experts.

@@ -8,8 +8,8 @@ use container::{FileId, ShardFile, Shards};
 
 use super::{PAGE_BYTES, RawFiles, ReadError};
 
-/// Descriptors kept for everything that is not a shard.
-const DESCRIPTORS_SPARE: u64 = 64;
+/// Most open files that are asked for: every file of the largest model, twice.
+const DESCRIPTORS_MAX: u64 = 1 << 18;
 
 /// Real files, all open, read through the page cache.
 #[derive(Debug)]
@@ -23,8 +23,8 @@ impl FileSet {
     /// longer lie where the header said.
     pub fn open(shards: &Shards) -> Result<FileSet, ReadError> {
         let files = shards.files();
-        // Direct reads open every file a second time.
-        let limit = raise_descriptor_limit(2 * files.len() as u64 + DESCRIPTORS_SPARE);
+        // Other models and mirrors have files of their own: what is allowed is taken.
+        let limit = raise_descriptor_limit();
         let open = |shard: &ShardFile| {
             let path = || shard.path.clone();
             let opened = File::open(&shard.path).and_then(|file| {
@@ -86,15 +86,14 @@ impl FileSet {
 /// "Too many open files" on every Unix.
 const EMFILE: i32 = 24;
 
-/// Raises the soft limit of open files to at least `wanted` where the hard limit allows it;
-/// returns the limit in force.
+/// Raises the soft limit of open files to the hard limit; returns the limit in force.
 #[cfg(unix)]
-fn raise_descriptor_limit(wanted: u64) -> Option<u64> {
+fn raise_descriptor_limit() -> Option<u64> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     match limit.current {
-        Some(current) if current < wanted => {
-            let raised = limit.maximum.map_or(wanted, |maximum| wanted.min(maximum));
+        Some(current) if limit.maximum.is_none_or(|maximum| current < maximum) => {
+            let raised = limit.maximum.unwrap_or(DESCRIPTORS_MAX).min(DESCRIPTORS_MAX).max(current);
             let new = Rlimit { current: Some(raised), maximum: limit.maximum };
             Some(setrlimit(Resource::Nofile, new).map_or(current, |()| raised))
         }
@@ -103,7 +102,7 @@ fn raise_descriptor_limit(wanted: u64) -> Option<u64> {
 }
 
 #[cfg(not(unix))]
-fn raise_descriptor_limit(_wanted: u64) -> Option<u64> {
+fn raise_descriptor_limit() -> Option<u64> {
     None
 }
 

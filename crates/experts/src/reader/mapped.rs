@@ -10,8 +10,9 @@ use super::FileSet;
 /// Every file of a model, mapped for reading.
 ///
 /// A file that is cut or written while it is mapped ends the process or changes what is computed:
-/// the operating system gives no other answer. Mapping is therefore never chosen without being
-/// asked for.
+/// the operating system gives no other answer. That a model's files are left alone while it is
+/// opened is what every user of this program is told; only mapped files depend on it for more than
+/// an error.
 pub struct MappedFiles {
     maps: Vec<Mmap>,
 }
@@ -21,7 +22,7 @@ impl MappedFiles {
     pub fn open(files: &FileSet) -> io::Result<MappedFiles> {
         let map = |at: usize| {
             // SAFETY: the bytes are only read, as plain numbers, and checked before they are used.
-            // That nobody cuts the file meanwhile is the user's promise, stated above.
+            // That nobody changes the file meanwhile is the condition stated above.
             let map = unsafe { Mmap::map(files.file(FileId(at as u32)))? };
             // Experts are visited in no order; reading ahead would fetch what nobody asked for.
             let _ = map.advise(Advice::Random);

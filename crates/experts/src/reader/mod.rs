@@ -14,13 +14,13 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use container::FileId;
 
 pub use buffer::{PAGE_BYTES, PageBuffer};
 pub use files::{DirectFiles, FileSet};
-pub use mapped::MappedFiles;
+pub(crate) use mapped::MappedFiles;
 pub use rate::RateLimit;
 #[cfg(target_os = "linux")]
 pub use uring::UringFiles;
@@ -333,12 +333,14 @@ impl Reader {
             // A direct read that ended within a block is finished through the page cache.
             let call = (if aligned { whole } else { end } - got).min(pace.piece_bytes());
             let piece = &mut buffer[got..got + call];
-            let may_end = self.limit.as_ref().map(|limit| limit.take(call));
+            let started = Instant::now();
             let read = match aligned {
                 true => self.files.read_at(file, at, piece),
                 false => self.files.read_unaligned_at(file, at, piece),
             };
-            may_end.into_iter().for_each(RateLimit::wait_until);
+            if let (Some(limit), Ok(read)) = (&self.limit, &read) {
+                limit.wait(*read, started);
+            }
             match read {
                 Ok(0) => {
                     return Err(ReadError::End {

@@ -20,23 +20,20 @@ impl RateLimit {
         RateLimit { bytes_per_s, free_at: Mutex::new(Instant::now()) }
     }
 
-    /// Takes a turn for `bytes` that are read from now on; returns when they may be there.
-    pub fn take(&self, bytes: usize) -> Instant {
-        self.take_at(bytes, Instant::now())
-    }
-
-    fn take_at(&self, bytes: usize, now: Instant) -> Instant {
-        let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
-        *free_at = (*free_at).max(now) + Duration::from_secs_f64(bytes as f64 / self.bytes_per_s);
-        *free_at
-    }
-
-    /// Waits until `then`.
-    pub fn wait_until(then: Instant) {
-        let left = then.saturating_duration_since(Instant::now());
+    /// Waits until bytes that were read since `started` could have come from such a drive.
+    pub fn wait(&self, bytes: usize, started: Instant) {
+        let left = self.take(bytes, started).saturating_duration_since(Instant::now());
         if !left.is_zero() {
             thread::sleep(left);
         }
+    }
+
+    /// Takes a turn for bytes; returns when it ends.
+    fn take(&self, bytes: usize, started: Instant) -> Instant {
+        let time = Duration::from_secs_f64(bytes as f64 / self.bytes_per_s);
+        let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
+        *free_at = (*free_at).max(started) + time;
+        *free_at
     }
 }
 
@@ -49,9 +46,9 @@ mod tests {
         let limit = RateLimit::new(1000.0);
         let start = Instant::now() + Duration::from_secs(1);
         let at = |ms: u64| start + Duration::from_millis(ms);
-        assert_eq!(limit.take_at(500, start), at(500));
-        assert_eq!(limit.take_at(250, at(100)), at(750));
+        assert_eq!(limit.take(500, start), at(500));
+        assert_eq!(limit.take(250, at(100)), at(750));
         // Two seconds of rest are not saved up.
-        assert_eq!(limit.take_at(1000, at(2750)), at(3750));
+        assert_eq!(limit.take(1000, at(2750)), at(3750));
     }
 }

@@ -6,6 +6,7 @@ use experts::cache::counters::{Phase, Tier};
 use experts::cache::{CacheOptions, ExpertCache, Key, Lease};
 use experts::load::{LoadMemory, load_expert};
 use experts::reader::{AtOnce, PageBuffer};
+use experts::{Usage, UsageShape, pins};
 
 use crate::support::{Answer, cache, guessing, layers, model, reader, small_model, table};
 
@@ -58,7 +59,7 @@ fn random_use(used: Use) {
     let truth = truth(&model);
     let table = table(&model);
     let layers = layers(&model);
-    let experts = table.layer(layers[0]).len() as u64;
+    let experts = table.places(layers[0]) as u64;
     let options = CacheOptions {
         per_layer_max: used.per_layer_max,
         ..guessing(&model, used.slots, if used.guesses { 2 } else { 0 }, used.loaders)
@@ -331,4 +332,64 @@ fn without_room_for_guesses_none_is_read() {
     let (_, mut pending) = cache.request(layer, &[(9, 1)], 1);
     assert!(matches!(pending.next(1), Some(Ok(_))));
     assert_eq!((cache.counters().guessed.get(), cache.counters().loads.get()), (0, 1));
+}
+
+#[test]
+fn a_pinned_expert_that_comes_as_a_guess_stays() {
+    let model = model();
+    let layer = layers(&model)[0];
+    let cache = cache(&model, guessing(&model, 8, 2, 1), |_, _, _, _| Answer::Real);
+    assert!(cache.pin((layer as u32, 5), true));
+    assert_eq!(cache.absent_pins(), [(layer as u32, 5)]);
+    cache.guess(layer, &[5]);
+    let ask = |expert: u32| {
+        let (ready, mut pending) = cache.request(layer, &[(expert, 9)], 9);
+        while pending.next(1).is_some() {}
+        ready.len()
+    };
+    ask(5);
+    for expert in (0..5).chain(6..24).cycle().take(100) {
+        ask(expert);
+    }
+    assert_eq!(ask(5), 1);
+    assert_eq!(cache.counters().tier(Tier::Pinned), 1);
+    assert_eq!(cache.absent_pins(), []);
+}
+
+#[test]
+fn pins_that_a_turn_has_not_brought_into_memory_are_given_to_others() {
+    let model = model();
+    let layer = layers(&model)[0];
+    let slot = table(&model).slot_bytes_max();
+    let cache = cache(&model, CacheOptions::new(6 * slot, 1), |_, _, _, _| Answer::Real);
+    let ask = |expert: u32| {
+        let (_, mut pending) = cache.request(layer, &[(expert, 1)], 1);
+        while pending.next(1).is_some() {}
+    };
+    // The cache is full of others before the history's are warmed.
+    (0..6).for_each(ask);
+    let shape = UsageShape {
+        layers: model.config.layers,
+        experts: model.config.moe.experts,
+        family: "glm_moe_dsa",
+    };
+    let mut usage = Usage::empty(shape);
+    (20..23).for_each(|expert| usage.add(layer, expert, 1000));
+    assert_eq!(pins::prepare(&cache, &usage, 4), 3);
+    cache.wait_until_warm();
+    assert_eq!(cache.absent_pins().len(), 3);
+    assert_eq!(pins::exchange(&cache), 3);
+    assert_eq!(cache.absent_pins(), []);
+    let pinned: Vec<u32> = {
+        let residents = cache.residents().into_iter().filter(|(_, _, pinned)| *pinned);
+        residents.map(|(key, _, _)| key.1).collect()
+    };
+    assert_eq!(pinned.len(), 3);
+    assert!(pinned.iter().all(|expert| *expert < 6), "{pinned:?}");
+    // What is worth more by far takes the place of what is pinned.
+    let chosen = (0..6).find(|expert| !pinned.contains(expert)).unwrap();
+    (0..200).for_each(|_| ask(chosen));
+    assert!(pins::exchange(&cache) >= 1);
+    let is_pinned = |(key, _, pinned): &(Key, i64, bool)| key.1 == chosen && *pinned;
+    assert!(cache.residents().iter().any(is_pinned));
 }

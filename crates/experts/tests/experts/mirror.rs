@@ -72,6 +72,46 @@ fn a_dying_mirror_is_left_within_the_read_and_tried_again_later() {
 }
 
 #[test]
+fn a_drive_that_fails_stays_sick_while_it_is_read_for_lack_of_another() {
+    let model = model();
+    let table_of = || table(&model);
+    let all: Vec<_> = table_of().keys().collect();
+    // The mirror has one expert, the one that the model's own drive cannot read.
+    let bad = all[7];
+    let source = table_of().expert(bad).clone();
+    let weights = model.expert_sources(bad.0 as usize, bad.1 as usize).unwrap()[0].weights;
+    let own = reader(&model, move |_, file, offset, len| {
+        let end = offset + len as u64;
+        match file == weights.file && offset <= weights.offset && weights.offset < end {
+            true => Answer::Error(ErrorKind::Other),
+            false => Answer::Real,
+        }
+    });
+    let mirror = Mirror {
+        dir: "second".into(),
+        reader: reader(&model, |_, _, _, _| Answer::Real),
+        experts: HashMap::from([(bad, source)]),
+        // So little that the choice is the model's own drive.
+        weight: 1e-9,
+    };
+    let notices = Arc::new(Mutex::new(Vec::new()));
+    let heard = notices.clone();
+    let notice = Arc::new(move |text: &str| heard.lock().unwrap().push(text.to_owned()));
+    let store = ExpertStore::new(table_of(), own).with_mirrors(vec![mirror], notice);
+    let load = |key| {
+        let mut slot = PageBuffer::zeroed(store.table().expert(key).slot_bytes() as usize);
+        store.load(key, &mut LoadMemory::default(), &mut slot, &mut AtOnce).unwrap();
+    };
+    for _ in 0..5 {
+        load(bad);
+        all.iter().filter(|key| **key != bad).take(10).for_each(|key| load(*key));
+    }
+    let notices = notices.lock().unwrap();
+    assert_eq!(notices.len(), 1, "{notices:?}");
+    assert!(notices[0].contains("the model's own directory fails"), "{notices:?}");
+}
+
+#[test]
 fn hot_experts_are_split_evenly_between_equal_drives() {
     // Twelve hot experts of 256 in each of 43 layers.
     for stride in [1, 7, 21] {

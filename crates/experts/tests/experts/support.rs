@@ -72,7 +72,7 @@ pub fn table(model: &Model) -> ExpertTable {
     let config = &model.config;
     let layers = (0..config.layers)
         .filter(|layer| config.layer_kind(*layer) == Some(container::LayerKind::Sparse))
-        .map(|layer| (layer, config.moe.experts));
+        .map(|layer| (layer, 0..config.moe.experts));
     ExpertTable::new(model, layers, true).unwrap()
 }
 
@@ -117,5 +117,5 @@ pub fn guessing(model: &Model, slots: u64, for_guesses: u64, loaders: usize) -> 
 /// Layers that have experts.
 pub fn layers(model: &Model) -> Vec<usize> {
     let table = table(model);
-    (0..table.layers()).filter(|layer| !table.layer(*layer).is_empty()).collect()
+    (0..table.layers()).filter(|layer| table.places(*layer) > 0).collect()
 }
