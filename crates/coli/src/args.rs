@@ -170,6 +170,8 @@ pub struct EngineArgs {
     #[arg(long, value_name = "DIR[=WEIGHT]", env = "COLI_MIRROR", value_delimiter = ':',
           value_parser = parse_mirror)]
     pub mirror: Vec<(PathBuf, f64)>,
+    #[command(flatten)]
+    pub cluster: CoordinatorArgs,
     /// Force an instruction-set level: scalar, avx2, avxvnni, avx512, avx512vnni, amx [default:
     /// the CPU's highest]
     #[arg(long, value_name = "LEVEL", env = "COLI_ISA", value_parser = parse_level)]

@@ -1,6 +1,7 @@
 //! Exit codes: 1 for a thing that failed or a check that did not hold, 2 for wrong usage or
 //! unusable input.
 
+use std::fmt;
 use std::io::{self, ErrorKind};
 
 use container::ContainerError;
@@ -40,8 +41,17 @@ impl Failure {
     /// Prints the cause on stderr.
     pub fn print(&self) {
         match self {
-            Failure::Failed(error) | Failure::Unusable(error) => note!("error: {error}"),
+            Failure::Failed(_) | Failure::Unusable(_) => note!("error: {self}"),
             Failure::Reported(_) => {}
+        }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Failed(error) | Failure::Unusable(error) => write!(f, "{error}"),
+            Failure::Reported(_) => write!(f, "a check did not hold"),
         }
     }
 }

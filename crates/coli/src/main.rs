@@ -14,6 +14,7 @@ mod interrupt;
 mod model;
 mod progress;
 mod tuned;
+mod workers;
 
 use std::process::ExitCode;
 

@@ -19,6 +19,7 @@ use crate::history::History;
 use crate::output;
 use crate::progress::Progress;
 use crate::tuned::{self, Found};
+use crate::workers::{self, Workers};
 
 /// The directories of the model that the flags name, primary first.
 pub fn dirs(args: &ModelArgs) -> Result<Vec<PathBuf>, Failure> {
@@ -110,6 +111,7 @@ pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
         always_idle: false,
         fill: true,
         route_trace: args.route_trace.clone(),
+        others: None,
         notice: Arc::new(|text| note!("warning: {text}")),
     })
 }
@@ -159,16 +161,47 @@ fn int8_classes(args: &EngineArgs) -> Result<Int8Classes, Failure> {
     Ok(Int8Classes::of(&classes))
 }
 
+/// An opened model and what belongs to its use.
+pub struct Opened {
+    pub engine: Engine,
+    pub history: History,
+    pub workers: Workers,
+}
+
 /// Opens the engine with a progress bar, says what is in effect, and prepares its cache by the
 /// history.
-pub fn open(args: &EngineArgs) -> Result<(Engine, History), Failure> {
+pub fn open(args: &EngineArgs) -> Result<Opened, Failure> {
     let (options, found) = tuned_options(args)?;
-    let engine = open_with(args, options)?;
-    if let Some(found) = found {
-        note!("settings of coli tune where no flag says otherwise: {found}");
-    }
+    let (engine, workers) = match (open_with_workers(args, options), found) {
+        (opened, None) => opened?,
+        (Ok(opened), Some(found)) => {
+            note!("settings of coli tune where no flag says otherwise: {found}");
+            opened
+        }
+        (Err(failure), Some(_)) => {
+            let opened = open_with_workers(args, engine_options(args)?)?;
+            warn_of_tuned(&failure);
+            opened
+        }
+    };
     let history = History::open(args, &engine)?;
-    Ok((engine, history))
+    Ok(Opened { engine, history, workers })
+}
+
+fn open_with_workers(
+    args: &EngineArgs,
+    mut options: EngineOptions,
+) -> Result<(Engine, Workers), Failure> {
+    let workers = workers::add(&args.cluster, &mut options)?;
+    Ok((open_with(args, options)?, workers))
+}
+
+/// Says that a model can be opened without the settings that were found for it, and not with them.
+pub fn warn_of_tuned(failure: &Failure) {
+    note!(
+        "warning: the settings of coli tune do not work any more, they are not used; give coli \
+         tune again, or coli tune --forget ({failure})"
+    );
 }
 
 /// Finishes the route trace, if there is one.
@@ -188,6 +221,7 @@ pub fn open_for_bench(
     sessions: usize,
     positions: usize,
 ) -> Result<Engine, Failure> {
+    workers::refuse(&args.cluster, "a bench")?;
     let options = engine_options(args)?;
     let longest = Config::load(&options.dirs[0])?.max_position;
     let context = options.context.unwrap_or(BENCH_CONTEXT.max(positions).min(longest));

@@ -3,12 +3,13 @@
 
 use std::fmt;
 use std::fs::{self, File};
-use std::io::{ErrorKind, Read};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use experts::durable;
 use lab::tune::{Settings, Tuned};
+use runtime::engine::PREFILL_CHUNK;
 use runtime::machine::Machine;
 use serde::{Deserialize, Serialize};
 
@@ -85,14 +86,23 @@ pub fn store(dirs: &[PathBuf], tuned: &Tuned) -> Result<PathBuf, Failure> {
         ram_bytes: tuned.ram_bytes,
         settings: tuned.settings.clone(),
     };
-    let write = || -> anyhow::Result<()> {
-        if let Some(dir) = path.parent() {
-            fs::create_dir_all(dir).with_context(|| dir.display().to_string())?;
-        }
-        Ok(durable::write(&path, &serde_json::to_vec_pretty(&stored)?)?)
-    };
-    write().context("settings were not kept").map_err(Failure::Failed)?;
+    let text = serde_json::to_vec_pretty(&stored).map_err(|error| not_kept(error.into()))?;
+    durable::write(&path, &text).map_err(|error| not_kept(error.into()))?;
     Ok(path)
+}
+
+fn not_kept(error: anyhow::Error) -> Failure {
+    Failure::Failed(anyhow::anyhow!("settings are not kept: {error:#}"))
+}
+
+/// Makes the place where settings for a model are to be kept.
+pub fn prepare(dirs: &[PathBuf]) -> Result<(), Failure> {
+    let nowhere =
+        "there is no place to keep settings; set XDG_STATE_HOME or HOME, or give --dry-run";
+    let path = path_of(dirs).ok_or_else(|| Failure::usage(nowhere))?;
+    let Some(dir) = path.parent() else { return Ok(()) };
+    let made = fs::create_dir_all(dir).with_context(|| dir.display().to_string());
+    made.map_err(not_kept)
 }
 
 /// Forgets the settings for a model; returns the file, if there was one.
@@ -102,8 +112,8 @@ pub fn forget(dirs: &[PathBuf]) -> Result<Option<PathBuf>, Failure> {
         Ok(()) => Ok(Some(path)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => {
-            let error = anyhow::Error::from(error).context(path.display().to_string());
-            Err(Failure::Failed(error.context("settings were not forgotten")))
+            let path = path.display();
+            Err(Failure::Failed(anyhow::anyhow!("settings are not forgotten: {path}: {error}")))
         }
     }
 }
@@ -112,13 +122,9 @@ pub fn forget(dirs: &[PathBuf]) -> Result<Option<PathBuf>, Failure> {
 /// and left alone.
 pub fn find(dirs: &[PathBuf], ram: Option<u64>) -> Option<Found> {
     let path = path_of(dirs)?;
-    let bytes = match File::open(&path) {
-        Ok(file) => {
-            let mut bytes = Vec::new();
-            file.take(FILE_BYTES_MAX).read_to_end(&mut bytes).map(|_| bytes)
-        }
+    let bytes = match durable::read(&path, FILE_BYTES_MAX) {
         Err(error) if error.kind() == ErrorKind::NotFound => return None,
-        Err(error) => Err(error),
+        read => read,
     };
     let parsed = bytes.map_err(|error| error.to_string()).and_then(|bytes| parse(&bytes));
     match parsed {
@@ -156,6 +162,7 @@ fn found(stored: Stored, ram: Option<u64>) -> Found {
     let mut settings = stored.settings;
     if !alike {
         (settings.io, settings.prefetch) = (None, None);
+        settings.prefill_chunk = settings.prefill_chunk.min(PREFILL_CHUNK);
     }
     Found { settings, ram_bytes: stored.ram_bytes }
 }

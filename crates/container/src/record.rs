@@ -83,6 +83,8 @@ impl Records {
             let key = name.split_once('.').and_then(|(layer, expert)| {
                 Some((layer.parse::<u32>().ok()?, expert.parse::<u32>().ok()?))
             });
+            // A second spelling of a place would be another record of it.
+            let key = key.filter(|(layer, expert)| name == format!("{layer}.{expert}"));
             let key = key.ok_or_else(|| refuse(format!("{name:?} is not layer.expert")))?;
             let start = header.data_start.checked_add(offset);
             let inside = start.and_then(|start| start.checked_add(len));

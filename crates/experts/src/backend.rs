@@ -81,6 +81,31 @@ impl<'a> RoutedBatch<'a> {
         RoutedBatch { input, experts: list, ends, rows, weights }
     }
 
+    /// The same rows with some of the experts only: those of which `keep` says so, asked in order.
+    pub fn part(&self, scratch: &Scratch, mut keep: impl FnMut(u32) -> bool) -> RoutedBatch<'a> {
+        let mut kept = scratch.zeroed::<u32>(self.experts.len());
+        let (mut count, mut total) = (0, 0);
+        for (at, expert) in self.experts.iter().enumerate() {
+            if keep(*expert) {
+                kept[count] = at as u32;
+                count += 1;
+                total += self.rows_of(at).rows.len();
+            }
+        }
+        let (mut experts, mut ends) = (scratch.zeroed(count), scratch.zeroed(count));
+        let (mut rows, mut weights) = (scratch.zeroed(total), scratch.zeroed(total));
+        let mut end = 0;
+        for (to, at) in kept[..count].iter().enumerate() {
+            let of_expert = self.rows_of(*at as usize);
+            let range = end..end + of_expert.rows.len();
+            rows[range.clone()].copy_from_slice(of_expert.rows);
+            weights[range.clone()].copy_from_slice(of_expert.weights);
+            end = range.end;
+            (experts[to], ends[to]) = (of_expert.expert, end as u32);
+        }
+        RoutedBatch { input: self.input, experts, ends, rows, weights }
+    }
+
     /// The experts, ascending.
     pub fn experts(&self) -> &[u32] {
         &self.experts
@@ -184,6 +209,31 @@ pub trait ExpertBackend: Send + Sync {
     fn stats(&self) -> ExpertStats;
 }
 
+impl<B: ExpertBackend> ExpertBackend for Arc<B> {
+    fn compute(
+        &self,
+        compute: &Compute,
+        layer: usize,
+        batch: &RoutedBatch<'_>,
+        sum: &mut [i64],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExpertError> {
+        (**self).compute(compute, layer, batch, sum, meanwhile)
+    }
+
+    fn wants_guesses(&self) -> bool {
+        (**self).wants_guesses()
+    }
+
+    fn guess(&self, layer: usize, experts: &[u32]) {
+        (**self).guess(layer, experts);
+    }
+
+    fn stats(&self) -> ExpertStats {
+        (**self).stats()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -213,5 +263,10 @@ mod tests {
             ]
         );
         assert_eq!(batch.experts(), [2, 5, 7]);
+        let part = batch.part(&Scratch::default(), |expert| expert != 5);
+        let got: Vec<_> = part.iter().map(|e| (e.expert, e.rows, e.weights)).collect();
+        let want = [(2, &[0, 1, 2][..], &[0.2, 0.3, 0.6][..]), (7, &[0, 1], &[0.1, 0.4])];
+        assert_eq!(got, want);
+        assert_eq!(batch.part(&Scratch::default(), |_| false).experts(), [0; 0]);
     }
 }

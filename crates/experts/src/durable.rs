@@ -1,7 +1,7 @@
 //! Small files written whole: a reader sees the old file or the new one, never a part.
 
 use std::fs::{self, File};
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
 /// A small file that could not be written; the old one, if any, is whole, or the new one is there
@@ -40,6 +40,20 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<(), WriteError> {
     }
     written?;
     sync_dir(path)
+}
+
+/// Reads a small file whole. Only regular files are opened, so that a pipe cannot hang the program;
+/// what is longer than `limit` bytes is refused.
+pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    if !fs::metadata(path)?.is_file() {
+        return Err(io::Error::other("it is not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    File::open(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > limit {
+        return Err(io::Error::other(format!("it has more than {limit} bytes")));
+    }
+    Ok(bytes)
 }
 
 /// Makes a file that was not there, so that a link planted under the temporary name is not

@@ -20,7 +20,9 @@ pub mod store;
 pub mod trace;
 pub mod usage;
 
-pub use backend::{ExpertBackend, ExpertError, ExpertStats, FEW_EXPERTS, Route, RoutedBatch};
+pub use backend::{
+    ExpertBackend, ExpertError, ExpertRows, ExpertStats, FEW_EXPERTS, Route, RoutedBatch,
+};
 pub use ledger::{ByteClass, Ledger, LedgerError, Reservation};
 pub use load::LoadError;
 pub use local::{LocalExperts, LocalOptions, ReadAhead};

@@ -5,7 +5,8 @@
 //! is left alone for a while, and the expert is read elsewhere within the same load.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -32,6 +33,16 @@ pub enum MirrorError {
     /// Reading them.
     #[error(transparent)]
     Read(#[from] ReadError),
+    /// It mirrors nothing.
+    #[error(
+        "mirror {}: {problem}; make one with coli mirror stage", dir.display()
+    )]
+    Useless {
+        /// The mirror.
+        dir: PathBuf,
+        /// What is wrong.
+        problem: &'static str,
+    },
     /// It is of another model.
     #[error(
         "mirror {}: expert {expert} of layer {layer} {problem}; \
@@ -65,6 +76,9 @@ pub fn copy_of(
         None => return Ok(Err("has no hash in the model; convert the model")),
         Some(own) if own.blake3 != record.blake3 => {
             return Ok(Err("has other weights than the model's"));
+        }
+        Some(own) if own.len == record.len && own.crc32c != record.crc32c => {
+            return Ok(Err("has other bytes than the model's"));
         }
         Some(_) => {}
     }
@@ -115,6 +129,14 @@ impl Mirror {
             })?;
             experts.insert((layer as u32, expert as u32), source);
         }
+        let problem = match fs::canonicalize(&dir) {
+            Ok(real) if is_one_of(&real, &model.dirs) => Some("it is the model's own directory"),
+            _ if experts.is_empty() => Some("it has no record of an expert"),
+            _ => None,
+        };
+        if let Some(problem) = problem {
+            return Err(MirrorError::Useless { dir, problem });
+        }
         let opened = open_files(FileSet::open(&shards)?, mode);
         if let Some(why) = opened.fallback {
             notice(&format!("{}: {why}", dir.display()));
@@ -126,6 +148,11 @@ impl Mirror {
     pub fn limited(self, limit: Option<Arc<RateLimit>>) -> Mirror {
         Mirror { reader: self.reader.limited(limit), ..self }
     }
+}
+
+/// Whether a directory is one of some others, whatever they are called.
+fn is_one_of(real: &Path, dirs: &[PathBuf]) -> bool {
+    dirs.iter().any(|dir| fs::canonicalize(dir).is_ok_and(|dir| dir == real))
 }
 
 /// How a drive does.

@@ -16,6 +16,9 @@ use crate::error::LabError;
 use crate::manifest::{DirLock, Manifest, SourceIdentity};
 use crate::shard::{ShardSet, ShardWriter, Target, Unit, identity, split};
 
+/// Source of the experts, in a mirror's manifest.
+const SOURCE_NAME: &str = "mirror";
+
 /// The experts of a mirror.
 #[derive(Clone, Debug)]
 pub struct MirrorPlan {
@@ -82,7 +85,8 @@ pub fn stage(
     dir: &Path,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Manifest, LabError> {
-    if fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some()) {
+    let is_empty = || fs::read_dir(dir).map_or(true, |mut entries| entries.next().is_none());
+    if !is_empty() && !is_unfinished(dir) {
         return Err(LabError::Request(format!(
             "{} is not empty; choose another destination",
             dir.display()
@@ -110,8 +114,10 @@ pub fn stage(
         target
     }
     let source =
-        SourceIdentity { name: "mirror".to_owned(), blake3: model_id(&model.table_hash()?) };
+        SourceIdentity { name: SOURCE_NAME.to_owned(), blake3: model_id(&model.table_hash()?) };
     let mut manifest = Manifest::new(source, Default::default());
+    // Whoever finds a part of it knows what it is, and may begin again.
+    manifest.store(dir)?;
     let shards = split(units, SHARD_BYTES, itself);
     let set = ShardSet { dir, layout: Layout::R16k4, shards: &shards, done: 0, target_of: itself };
     let mut bytes = Vec::new();
@@ -143,6 +149,12 @@ fn recorded(
              fetch or convert the model again"
         ))
     })
+}
+
+/// Whether a directory holds a mirror that was begun and not finished.
+fn is_unfinished(dir: &Path) -> bool {
+    let manifest = Manifest::load(dir).ok().flatten();
+    manifest.is_some_and(|manifest| manifest.source.name == SOURCE_NAME && !manifest.complete)
 }
 
 /// Reads every expert that some files, a mirror's or the model's own, have a record of. `bad` is

@@ -197,6 +197,14 @@ pub fn tune(
     told: &mut dyn FnMut(&Trial),
 ) -> Result<Tuned, LabError> {
     let (plan, model, _) = Engine::plan(options)?;
+    let needed = lengths.tokens.saturating_add(bench::DECODE_PROMPT);
+    if needed > plan.context {
+        let (tokens, context) = (lengths.tokens, plan.context);
+        return Err(LabError::Request(format!(
+            "--tokens {tokens} needs a context of {needed} tokens, {context} is what there is; \
+             lower --tokens or raise --ctx"
+        )));
+    }
     let cores = Machine::default().compute_threads();
     let streams = plan.io == IoMode::Mmap || plan.cache() < plan.experts;
     let settings = Settings {
@@ -312,6 +320,9 @@ impl Search<'_> {
 /// Makes a measurement in this process: tokens per second, generated or of the prompt.
 pub fn measure(options: &EngineOptions, what: &Measurement) -> Result<f64, LabError> {
     let settings = &what.settings;
+    if settings.threads == 0 || settings.prefill_chunk == 0 || what.lengths.tokens == 0 {
+        return Err(LabError::Request("a measurement of nothing".to_owned()));
+    }
     let options = settings.apply(options);
     let options = EngineOptions { ram_bytes: Some(what.ram_bytes), ..options };
     let engine = Engine::open(&options, &mut |_, _| {})?;

@@ -24,6 +24,13 @@ pub const PREFILL_CHUNK: usize = 512;
 /// large vocabulary.
 pub(crate) const LOGIT_ROWS: usize = 8;
 
+/// Makes a backend of a model's routed experts over those of this machine; an error says why not.
+pub type MakeBackend = Arc<
+    dyn Fn(&Config, Arc<LocalExperts>, &Compute) -> Result<Box<dyn ExpertBackend>, String>
+        + Send
+        + Sync,
+>;
+
 /// How an engine is opened.
 #[derive(Clone)]
 pub struct EngineOptions {
@@ -66,6 +73,9 @@ pub struct EngineOptions {
     pub fill: bool,
     /// File to write what the routers choose to.
     pub route_trace: Option<PathBuf>,
+    /// Makes a backend over this machine's experts, such as one that asks other machines; `None`
+    /// computes all of them here.
+    pub others: Option<MakeBackend>,
     /// Is told what is no error but worth knowing.
     pub notice: Notice,
 }
@@ -93,6 +103,7 @@ impl EngineOptions {
             always_idle: false,
             fill: false,
             route_trace: None,
+            others: None,
             notice: Arc::new(|_| {}),
         }
     }
@@ -124,6 +135,9 @@ pub enum OpenError {
     /// A mirror of them.
     #[error(transparent)]
     Mirror(#[from] MirrorError),
+    /// The backend over this machine's experts.
+    #[error("{0}")]
+    Others(String),
     /// The route trace.
     #[error(transparent)]
     Trace(#[from] TraceError),
@@ -160,7 +174,9 @@ pub enum OpenError {
 pub struct Engine {
     model: Model,
     family: Box<dyn Family>,
-    experts: LocalExperts,
+    experts: Arc<LocalExperts>,
+    /// Who computes routed experts, if not this machine's own alone.
+    others: Option<Box<dyn ExpertBackend>>,
     io: IoMode,
     read_limit: Option<u64>,
     routes: RouteLog,
@@ -206,11 +222,16 @@ impl Engine {
         } else {
             LocalExperts::new(store, &ledger, local)?
         };
+        let experts = Arc::new(experts);
+        let others =
+            options.others.as_ref().map(|make| make(&model.config, experts.clone(), &compute));
+        let others = others.transpose().map_err(OpenError::Others)?;
         let routes = RouteLog::new(usage_shape(&model.config), options.route_trace.clone())?;
         Ok(Engine {
             model,
             family,
             experts,
+            others,
             io: plan.io,
             read_limit: options.read_limit,
             routes,
@@ -277,6 +298,10 @@ impl Engine {
         &self.experts
     }
 
+    fn backend(&self) -> &dyn ExpertBackend {
+        self.others.as_deref().unwrap_or(&*self.experts)
+    }
+
     /// What the routers chose.
     pub fn routes(&self) -> &RouteLog {
         &self.routes
@@ -299,7 +324,7 @@ impl Engine {
 
     /// What the experts' backend did.
     pub fn expert_stats(&self) -> ExpertStats {
-        self.experts.stats()
+        self.backend().stats()
     }
 
     /// A new, empty session. Its state is taken from the memory planned for sessions.
@@ -349,7 +374,7 @@ impl Engine {
         let context = StepContext {
             compute: &self.compute,
             profile,
-            experts: &self.experts,
+            experts: self.backend(),
             routes: Some(&self.routes),
         };
         let forward = self.family.forward(context, &rows, &mut kv, observe);

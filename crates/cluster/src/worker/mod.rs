@@ -8,20 +8,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
 use container::{Config, Model};
-use experts::{ExpertError, LocalExperts, Route, RoutedBatch};
-use formats::Input;
-use numerics::{Compute, NumericError, function};
+use experts::{ExpertError, LocalExperts};
+use numerics::Compute;
 use smallvec::SmallVec;
 
 pub use limits::Limits;
 pub use open::{OpenError, Opened, WorkerOptions, open};
 pub use server::{Server, Stop};
 
+use crate::items::compute_items;
 use crate::wire::v1::{self, Request};
 use crate::wire::{Shape, put_floats_at};
-
-/// Name of a request's rows in errors.
-const ROWS: &str = "rows of the request";
 
 /// The shape that messages about a model must have.
 pub fn shape_of(config: &Config) -> Shape {
@@ -124,39 +121,24 @@ impl Worker {
     }
 
     fn compute_into(&self, request: &Request, reply: &mut Vec<u8>) -> Result<u64, ExpertError> {
-        let hidden = self.shape.hidden as usize;
-        let layer = request.layer as usize;
-        let rows = || request.items.iter().map(|item| item.rows.len() / hidden);
-        let total: usize = rows().sum();
-        let mut input = self.compute.scratch.filled_later(total * hidden);
-        let mut routes: SmallVec<[Route; 64]> = SmallVec::with_capacity(total);
+        let row_bytes = self.shape.hidden as usize * size_of::<f32>();
         // Where in the reply each row's output goes.
-        let mut places: SmallVec<[usize; 64]> = SmallVec::with_capacity(total);
-        let row_bytes = hidden * size_of::<f32>();
-        reply.reserve_exact(total * row_bytes + 64 * (request.items.len() + 1));
+        let mut places: SmallVec<[usize; 64]> = SmallVec::new();
+        let bytes: usize = request.items.iter().map(|item| size_of_val(&item.rows[..])).sum();
+        reply.reserve_exact(bytes + 64 * (request.items.len() + 1));
         v1::put_reply(reply, v1::OK, request.items.len());
-        for (item, count) in request.items.iter().zip(rows()) {
-            if let Some(at) = function::first_non_finite(self.compute.isa, &item.rows) {
-                let (what, row, element) = (ROWS, at / hidden, at % hidden);
-                let source = NumericError::NonFinite { what, row, element };
-                return Err(ExpertError::Numeric { layer, expert: item.expert, source });
-            }
-            input[routes.len() * hidden..][..item.rows.len()].copy_from_slice(&item.rows);
-            v1::put_item_head(reply, item.expert, count as u32);
-            places.extend((0..count).map(|row| reply.len() + row * row_bytes));
-            reply.resize(reply.len() + count * row_bytes, 0);
-            let route = Route { expert: item.expert, weight: 1.0 };
-            routes.extend(std::iter::repeat_n(route, count));
+        for item in &request.items {
+            let rows = size_of_val(&item.rows[..]) / row_bytes;
+            v1::put_item_head(reply, item.expert, rows as u32);
+            places.extend((0..rows).map(|row| reply.len() + row * row_bytes));
+            reply.resize(reply.len() + rows * row_bytes, 0);
         }
-        let input = Input::new(ROWS, input, hidden);
-        let experts = self.shape.experts as usize;
-        let batch = RoutedBatch::new(&self.compute.scratch, &input, &routes, 1, experts);
-        self.experts.outputs(&self.compute, layer, &batch, &mut |rows, outputs| {
-            for (row, output) in rows.rows.iter().zip(outputs.chunks_exact(hidden)) {
-                put_floats_at(&mut reply[places[*row as usize]..], output);
-            }
-        })?;
-        Ok(total as u64)
+        let (layer, shape) = (request.layer as usize, self.shape);
+        let deliver = &mut |row: usize, output: &[f32]| {
+            put_floats_at(&mut reply[places[row]..], output);
+        };
+        compute_items(&self.experts, &self.compute, shape, layer, &request.items, deliver)?;
+        Ok(places.len() as u64)
     }
 }
 

@@ -3,7 +3,7 @@
 //! the system finds out when its peer is gone.
 
 use std::collections::HashMap;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,20 +11,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use experts::Notice;
-use rustix::net::sockopt;
 
 use super::limits::{Limits, Permit, Permits};
 use super::{Counters, Worker};
+use crate::tcp::{self, TcpError};
 use crate::wire::WireError;
 use crate::wire::v1::RequestReader;
 
 /// Bytes read from a socket at once.
 const READ_BYTES: usize = 64 << 10;
-/// Rest after which the system asks a silent peer whether it is there, how often, and how many
-/// times.
-const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
-const KEEPALIVE_EVERY: Duration = Duration::from_secs(10);
-const KEEPALIVE_TIMES: u32 = 3;
 /// Pause after a connection could not be accepted, such as for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -33,12 +28,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 enum End {
     #[error(transparent)]
     Wire(#[from] WireError),
-    #[error("{0}")]
-    Io(#[from] io::Error),
-    #[error("it went away in the middle of a request")]
-    Cut,
-    #[error("it is too slow: a request must come, and its reply be taken, in time")]
-    Slow,
+    #[error(transparent)]
+    Tcp(#[from] TcpError),
     #[error("others send large requests; it was not taken in time")]
     Busy,
     #[error("it sent a request before the last one was answered")]
@@ -171,7 +162,7 @@ impl Server {
                     refuse(&format!("{} connections are open", self.shared.limits.connections));
                     continue;
                 }
-                let entry = prepare(&stream).and_then(|()| stream.try_clone());
+                let entry = tcp::prepare(&stream).and_then(|()| stream.try_clone());
                 match entry {
                     Ok(stream) => {
                         self.shared.open().insert(id, Open { stream, in_request: false });
@@ -194,16 +185,6 @@ impl Server {
     }
 }
 
-/// Sends small messages at once, and finds out about peers that are gone.
-fn prepare(stream: &TcpStream) -> io::Result<()> {
-    stream.set_nodelay(true)?;
-    sockopt::set_socket_keepalive(stream, true)?;
-    sockopt::set_tcp_keepidle(stream, KEEPALIVE_IDLE)?;
-    sockopt::set_tcp_keepintvl(stream, KEEPALIVE_EVERY)?;
-    sockopt::set_tcp_keepcnt(stream, KEEPALIVE_TIMES)?;
-    Ok(())
-}
-
 /// One connection from its first byte to its last.
 fn serve(shared: &Shared, id: u64, stream: TcpStream, peer: SocketAddr) {
     let ended = requests(shared, id, &stream);
@@ -222,7 +203,7 @@ fn requests(shared: &Shared, id: u64, mut stream: &TcpStream) -> Result<(), End>
     let mut reader = RequestReader::new(worker.shape(), limits.request_bytes);
     let mut buffer = vec![0; READ_BYTES];
     while shared.set_in_request(id, false) {
-        stream.set_read_timeout(None)?;
+        stream.set_read_timeout(None).map_err(TcpError::Io)?;
         let first = match stream.read(&mut buffer) {
             Ok(0) => return Ok(()),
             Err(error) if error.kind() == ErrorKind::Interrupted => continue,
@@ -246,51 +227,13 @@ fn requests(shared: &Shared, id: u64, mut stream: &TcpStream) -> Result<(), End>
             if came > Limits::FREE_BYTES && permit.is_none() {
                 permit = Some(shared.permits.take(deadline).ok_or(End::Busy)?);
             }
-            have = read_until(stream, &mut buffer, deadline)?;
+            have = tcp::read_until(stream, &mut buffer, deadline)?;
             came += have as u64;
         };
         let (reply, computed) = worker.reply(request);
-        write_until(stream, &reply, Instant::now() + limits.time_for(reply.len() as u64))?;
+        tcp::write_until(stream, &reply, Instant::now() + limits.time_for(reply.len() as u64))?;
         drop(permit);
         computed.map_err(End::Failed)?;
     }
     Ok(())
-}
-
-/// Time left until a deadline; an end when there is none.
-fn time_left(deadline: Instant) -> Result<Duration, End> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() { Err(End::Slow) } else { Ok(left) }
-}
-
-/// Writes all bytes.
-fn write_until(mut stream: &TcpStream, mut bytes: &[u8], deadline: Instant) -> Result<(), End> {
-    while !bytes.is_empty() {
-        stream.set_write_timeout(Some(time_left(deadline)?))?;
-        match stream.write(bytes) {
-            Ok(written) => bytes = &bytes[written..],
-            Err(error) => give_up_unless_interrupted(error)?,
-        }
-    }
-    Ok(())
-}
-
-fn give_up_unless_interrupted(error: io::Error) -> Result<(), End> {
-    match error.kind() {
-        ErrorKind::Interrupted => Ok(()),
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => Err(End::Slow),
-        _ => Err(error.into()),
-    }
-}
-
-/// Reads some bytes, at least one.
-fn read_until(mut stream: &TcpStream, buffer: &mut [u8], deadline: Instant) -> Result<usize, End> {
-    loop {
-        stream.set_read_timeout(Some(time_left(deadline)?))?;
-        match stream.read(buffer) {
-            Ok(0) => return Err(End::Cut),
-            Ok(read) => return Ok(read),
-            Err(error) => give_up_unless_interrupted(error)?,
-        }
-    }
 }

@@ -1,5 +1,7 @@
-//! The messages as bytes, against vectors made apart from this program, and a worker over TCP.
+//! The messages as bytes, against vectors made apart from this program, and workers and a
+//! coordinator over TCP.
 
+mod coordinator;
 mod support;
 mod v1;
 mod worker;

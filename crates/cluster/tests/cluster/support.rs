@@ -1,4 +1,4 @@
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use cluster::wire::Shape;
 
@@ -35,4 +35,9 @@ pub fn in_pieces<T, E>(
         }
     }
     Ok((messages, unfinished))
+}
+
+/// A model among the fixtures.
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/oracle").join(name)
 }

@@ -1,6 +1,6 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -15,9 +15,7 @@ use experts::{FileSet, IoMode, Reader};
 use formats::{Input, expert_ffn};
 use numerics::{Activations, Compute, Isa, Team};
 
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/oracle").join(name)
-}
+use crate::support::fixture;
 
 fn fixtures() -> Vec<String> {
     let entries = std::fs::read_dir(fixture("")).unwrap();

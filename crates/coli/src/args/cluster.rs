@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::ops::Range;
 
 use clap::{Args, Subcommand};
+use cluster::coordinator::placement::{Rule, parse_span};
 use experts::IoMode;
 use numerics::{Activations, Level};
 
@@ -24,6 +25,26 @@ pub struct ClusterArgs {
 pub enum ClusterCommand {
     /// Hold experts and compute them for coordinators that ask by protocol COLIEX01, version 1
     Worker(WorkerArgs),
+}
+
+/// Workers that compute routed experts.
+#[derive(Args, Debug, Clone)]
+pub struct CoordinatorArgs {
+    /// Expert workers, comma-separated; they compute routed experts, with the same bits, and
+    /// whatever they do not is computed here (CLUSTER_WORKERS is read too)
+    #[arg(long, value_name = "HOST:PORT,…", env = "COLI_CLUSTER_WORKERS", value_delimiter = ',')]
+    pub cluster_workers: Vec<String>,
+    /// Use workers beyond this machine without encryption: whoever is between can read and change
+    /// what passes
+    #[arg(long, env = "COLI_ALLOW_PLAINTEXT")]
+    pub allow_plaintext: bool,
+    /// Compute one request in N here too, and leave a worker whose outputs differ; 1 compares all
+    #[arg(long, value_name = "N", env = "COLI_AUDIT")]
+    pub audit: Option<u64>,
+    /// Where experts belong: `layers A-B[,experts C-D]=WORKER`, or `=local`; repeatable. Of several
+    /// rules for an expert the first counts, and a worker that rules name gets nothing else
+    #[arg(long, value_name = "RULE")]
+    pub place: Vec<Rule>,
 }
 
 /// `coli cluster worker`.
@@ -72,29 +93,4 @@ pub struct WorkerArgs {
     pub isa: Option<Level>,
     #[command(flatten)]
     pub model: ModelArgs,
-}
-
-/// `A-B`, both counted in, or one number.
-fn parse_span(text: &str) -> Result<Range<usize>, String> {
-    let (first, last) = text.split_once('-').unwrap_or((text, text));
-    let number = |text: &str| text.parse::<u32>().map(|number| number as usize);
-    match (number(first), number(last)) {
-        (Ok(first), Ok(last)) if first <= last => Ok(first..last + 1),
-        (Ok(_), Ok(_)) => Err("the first must not be after the last".to_owned()),
-        _ => Err("must be A-B, such as 0-127, or one number".to_owned()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn spans_name_their_first_and_last() {
-        assert_eq!(parse_span("3-7"), Ok(3..8));
-        assert_eq!(parse_span("5"), Ok(5..6));
-        for bad in ["", "-", "7-3", "-3", "a-b", "1-2-3", "1..2", "99999999999"] {
-            assert!(parse_span(bad).is_err(), "{bad}");
-        }
-    }
 }

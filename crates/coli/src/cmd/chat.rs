@@ -34,7 +34,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
     let dirs = model::dirs(&args.engine.model)?;
     let tokenizer = Tokenizer::load_required(&dirs[0])?;
     let template = ChatTemplate::load_required(&dirs[0])?;
-    let (engine, history) = model::open(&args.engine)?;
+    let model::Opened { engine, history, .. } = model::open(&args.engine)?;
     if let Some(on) = args.thinking {
         check_thinking(&engine, &template)?;
         note!("thinking {}", if on { "on" } else { "off" });

@@ -110,6 +110,12 @@ fn verify(args: &MirrorVerifyArgs) -> Outcome {
     let checked = mirror::verify(&model, &shards, &mut |layer, expert, why| {
         bad.push((layer, expert, why));
     })?;
+    if checked == 0 {
+        let dir = args.dir.display();
+        return Err(Failure::usage(format!(
+            "{dir} has no record of an expert; make a mirror with coli mirror stage"
+        )));
+    }
     if args.json {
         let list = bad
             .iter()

@@ -8,7 +8,7 @@ use serde_json::json;
 use crate::args::OracleArgs;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::{Outcome, input, model, output};
+use crate::{Outcome, input, model, output, workers};
 
 /// Largest reference read.
 const REFERENCE_BYTES_MAX: u64 = 64 << 20;
@@ -29,7 +29,7 @@ struct Mismatch {
 
 pub fn run(args: &OracleArgs) -> Outcome {
     let reference = load(args)?;
-    let (engine, _history) = model::open(&args.engine)?;
+    let model::Opened { engine, workers, .. } = model::open(&args.engine)?;
     let positions = reference.full_ids.len();
     if positions > engine.context() {
         return Err(Failure::usage(format!(
@@ -108,6 +108,7 @@ pub fn run(args: &OracleArgs) -> Outcome {
             "greedy_tokens": greedy.len(),
             "greedy_match": greedy_match,
             "fingerprint": args.fingerprint.then(|| fingerprint.hex()),
+            "cluster": workers::json(&workers),
         }));
     } else {
         say!("oracle: {matched}/{positions} positions match");
@@ -118,6 +119,7 @@ pub fn run(args: &OracleArgs) -> Outcome {
         if args.fingerprint {
             say!("fingerprint {}", fingerprint.hex());
         }
+        workers::note(&workers);
     }
     model::close(&engine)?;
     if mismatches.is_empty() && greedy_match == greedy.len() {

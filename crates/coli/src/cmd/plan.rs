@@ -9,7 +9,7 @@ use runtime::{Engine, MemoryPlan};
 use serde_json::json;
 
 use crate::args::PlanArgs;
-use crate::{Outcome, history, model, output};
+use crate::{Outcome, history, model, output, workers};
 
 /// Measurements of the drive; the median counts.
 const DEVICE_ROUNDS: usize = 3;
@@ -60,8 +60,18 @@ impl Prediction {
 }
 
 pub fn run(args: &PlanArgs) -> Outcome {
+    workers::refuse(&args.engine.cluster, "coli plan")?;
     let (options, tuned) = model::tuned_options(&args.engine)?;
-    let (plan, model, store) = Engine::plan(&options)?;
+    let (options, tuned, (plan, model, store)) = match (Engine::plan(&options), tuned) {
+        (planned, None) => (options, None, planned?),
+        (Ok(planned), tuned) => (options, tuned, planned),
+        (Err(error), Some(_)) => {
+            let options = model::engine_options(&args.engine)?;
+            let planned = Engine::plan(&options)?;
+            model::warn_of_tuned(&error.into());
+            (options, None, planned)
+        }
+    };
     let (usage, _) = history::load(&args.engine, &model)?;
     let prediction = predict(&plan, &model, &store, usage.as_ref(), options.read_limit)?;
     let advice = advice(&plan, &model, &prediction);

@@ -14,7 +14,7 @@ use serde_json::json;
 use crate::args::RunArgs;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::{Outcome, input, interrupt, model, output};
+use crate::{Outcome, input, interrupt, model, output, workers};
 
 /// Bytes per token that no text reaches on average.
 const TOKEN_BYTES_MAX: u64 = 64;
@@ -41,7 +41,7 @@ pub fn run(args: &RunArgs) -> Outcome {
     }
     // What no context of this model could hold is refused before its weights are loaded.
     check_fits(prompt.len(), args.engine.ctx.unwrap_or(config.max_position))?;
-    let (engine, history) = model::open(&args.engine)?;
+    let model::Opened { engine, history, workers } = model::open(&args.engine)?;
     let mut session = engine.session()?;
     check_fits(prompt.len(), session.context())?;
     if sampler.temperature > 0.0 {
@@ -74,12 +74,15 @@ pub fn run(args: &RunArgs) -> Outcome {
     history.turn_done(&engine);
     model::close(&engine)?;
     if args.json {
-        output::print_json(&json_figures(&engine, &generated, text, sampler));
+        let mut figures = json_figures(&engine, &generated, text, sampler);
+        figures["cluster"] = workers::json(&workers);
+        output::print_json(&figures);
     } else {
         if let Some(fingerprint) = &generated.fingerprint {
             note!("fingerprint {fingerprint}");
         }
         note!("{}", figures(&engine, &generated));
+        workers::note(&workers);
         if let Some(spent) = &generated.spent {
             note!("{}", profile_table(spent));
         }

@@ -33,7 +33,7 @@ pub fn run(args: &ScoreArgs) -> Outcome {
     let input = input::read_file(path, INPUT_BYTES_MAX)?;
     // Encoded before memory is planned, so that the plan knows what it took.
     let text_ids = if is_text { tokenizer.encode(&input, false)? } else { Vec::new() };
-    let (engine, _history) = model::open(&args.engine)?;
+    let engine = model::open(&args.engine)?.engine;
     let prefix = match &args.prefix {
         Some(text) if text.is_empty() => Vec::new(),
         Some(text) => tokenizer.encode(text, false)?,

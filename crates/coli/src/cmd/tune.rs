@@ -9,14 +9,16 @@ use serde_json::json;
 
 use crate::args::TuneArgs;
 use crate::failure::Failure;
-use crate::{Outcome, model, output, tuned};
+use crate::{Outcome, model, output, tuned, workers};
 
 pub fn run(args: &TuneArgs) -> Outcome {
     // The flags say where to begin, and not what was found before.
+    workers::refuse(&args.engine.cluster, "coli tune")?;
     let options = model::engine_options(&args.engine)?;
     if let Some(what) = &args.measurement {
         let what: Measurement = serde_json::from_str(what)
             .map_err(|error| Failure::usage(format!("--measurement: {error}")))?;
+        end_with_the_parent();
         say!("{}", tune::measure(&options, &what)?);
         return Ok(());
     }
@@ -37,10 +39,11 @@ pub fn run(args: &TuneArgs) -> Outcome {
         }
         return Ok(());
     }
-    if !args.dry_run && tuned::path_of(&options.dirs).is_none() {
-        return Err(Failure::usage(
-            "there is no place to keep settings: set XDG_STATE_HOME or HOME, or give --dry-run",
-        ));
+    if options.route_trace.is_some() {
+        return Err(Failure::usage("coli tune records no route trace"));
+    }
+    if !args.dry_run {
+        tuned::prepare(&options.dirs)?;
     }
     let lengths = TuneOptions { tokens: args.tokens, prompt: args.prompt };
     let mut told = |trial: &Trial| {
@@ -86,7 +89,12 @@ fn measured_apart(what: &Measurement) -> Result<f64, String> {
     let program = env::current_exe().map_err(|error| error.to_string())?;
     let mut command = Command::new(program);
     command.args(env::args_os().skip(1)).arg("--measurement").arg(what);
-    let output = command.stdin(Stdio::null()).output().map_err(|error| error.to_string())?;
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().map_err(|error| error.to_string())?;
+    // Closed when this process ends, however it ends: the child ends with it.
+    let alive = child.stdin.take();
+    let output = child.wait_with_output().map_err(|error| error.to_string())?;
+    drop(alive);
     let Output { status, stdout, stderr } = output;
     if status.success() {
         let said = String::from_utf8_lossy(&stdout);
@@ -97,6 +105,15 @@ fn measured_apart(what: &Measurement) -> Result<f64, String> {
         Some(error) => Err(error.to_owned()),
         None => Err(format!("its process ended with {status}; was memory short?")),
     }
+}
+
+/// Ends this process when the one that asked for a measurement has ended.
+fn end_with_the_parent() {
+    std::thread::spawn(|| {
+        // Nothing is ever sent.
+        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+        std::process::exit(1);
+    });
 }
 
 /// A trial for people.

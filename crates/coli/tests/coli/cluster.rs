@@ -1,4 +1,4 @@
-//! `coli cluster worker` as a process.
+//! Expert workers as processes, and coordinators that use them.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -7,7 +7,7 @@ use std::process::{Child, Stdio};
 use cluster::wire::Shape;
 use cluster::wire::v1::{OK, ReplyReader, put_item, put_request};
 
-use crate::support::{arg, coli, hummingbird, run};
+use crate::support::{arg, coli, fixture, hummingbird, run};
 
 const SHAPE: Shape = Shape { hidden: 256, intermediate: 128, layers: 8, experts: 24 };
 
@@ -114,4 +114,131 @@ fn a_worker_refuses_what_it_cannot_serve_before_it_listens() {
         assert!(outcome.stderr.contains(what), "{args:?}: {}", outcome.stderr);
         assert_eq!(outcome.stdout, "");
     }
+}
+
+/// Workers of a model at different levels, thread counts, ceilings and readers.
+fn fleet(model: &str, activations: &str, count: usize) -> Vec<Worker> {
+    let settings: [&[&str]; 3] = [
+        &["--isa", "scalar", "--threads", "1"],
+        &["--threads", "2", "--io", "direct", "--ram", "0.2"],
+        &["--isa", "scalar", "--io", "buffered", "--ram", "0.5"],
+    ];
+    let common = ["--model", model, "--activations", activations];
+    let start = |args: &&[&str]| Worker::start(&[args, &common[..]].concat());
+    settings.iter().take(count).map(start).collect()
+}
+
+fn addresses(workers: &[Worker]) -> String {
+    workers.iter().map(|worker| &worker.address[..]).collect::<Vec<_>>().join(",")
+}
+
+/// Teacher-forced and greedy against the reference; the fingerprint and what workers did.
+fn oracle(name: &str, activations: &str, workers: &[Worker]) -> serde_json::Value {
+    let model = fixture(name);
+    let reference = model.join("ref.json");
+    let list = addresses(workers);
+    let mut args = vec!["oracle", "--model", arg(&model), "--reference", arg(&reference)];
+    args.extend(["--activations", activations, "--fingerprint", "--json"]);
+    if !workers.is_empty() {
+        args.extend(["--cluster-workers", &list]);
+    }
+    let outcome = run(&args);
+    // Only f32 activations reproduce the reference's tokens.
+    let codes: &[i32] = if activations == "f32" { &[0] } else { &[0, 1] };
+    assert!(codes.contains(&outcome.code), "{name}: {}", outcome.stderr);
+    outcome.json()
+}
+
+fn every_row_was_a_workers(name: &str, activations: &str, counts: std::ops::RangeInclusive<usize>) {
+    let model = fixture(name);
+    let alone = oracle(name, activations, &[]);
+    assert_eq!(alone["cluster"], serde_json::Value::Null);
+    for count in counts {
+        let workers = fleet(arg(&model), activations, count);
+        let with = oracle(name, activations, &workers);
+        let what = format!("{name}, {activations}, {count} workers: {with}");
+        assert_eq!(with["fingerprint"], alone["fingerprint"], "{what}");
+        assert_eq!(with["mismatches"], alone["mismatches"], "{what}");
+        let rows = &with["cluster"];
+        assert!(rows["remote_rows"].as_u64() > Some(0), "{what}");
+        for none in ["local_rows", "failed_over_rows", "hedged_rows", "audited_rows"] {
+            assert_eq!(rows[none], 0, "{what}");
+        }
+        assert_eq!(rows["quarantined"], serde_json::json!([]), "{what}");
+    }
+}
+
+#[test]
+fn tokens_and_logits_with_one_two_and_three_workers_are_those_without() {
+    for name in ["glm-dsa", "glm-int4-g64", "glm-e8", "olmoe-int4-g48"] {
+        every_row_was_a_workers(name, "f32", 1..=3);
+        every_row_was_a_workers(name, "int8", 1..=3);
+    }
+}
+
+#[test]
+fn every_fixture_has_the_same_logits_with_a_worker() {
+    for entry in std::fs::read_dir(fixture("")).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if fixture(&name).join("ref.json").is_file() {
+            every_row_was_a_workers(&name, "int8", 1..=1);
+        }
+    }
+}
+
+#[test]
+fn workers_that_are_killed_at_any_moment_change_no_token() {
+    let model = hummingbird();
+    let generate = ["run", "--model", arg(&model), "--ids", "5,6,7,8", "--max-tokens", "48"];
+    let alone = run(&generate).expect(0).stdout;
+    for moment in 0..9 {
+        let mut workers = fleet(arg(&model), "int8", 3);
+        let list = addresses(&workers);
+        let mut command = coli();
+        command.args(generate).args(["--cluster-workers", &list]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        // After some of the answer: the first ones in the prompt, or before the workers are used.
+        let mut said = vec![0; alone.len() * moment / 10];
+        child.stdout.as_mut().unwrap().read_exact(&mut said).unwrap();
+        workers[moment % 3].child.kill().unwrap();
+        if moment % 2 == 1 {
+            workers[(moment + 1) % 3].child.kill().unwrap();
+        }
+        let output = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "moment {moment}: {stderr}");
+        let all = [said, output.stdout].concat();
+        assert_eq!(String::from_utf8(all).unwrap(), alone, "moment {moment}: {stderr}");
+    }
+}
+
+#[test]
+fn workers_that_cannot_be_used_as_asked_are_refused_before_work_starts() {
+    let model = hummingbird();
+    for (args, what) in [
+        (&["run", "--ids", "1", "--cluster-workers", "10.1.2.3:9100"][..], "--allow-plaintext"),
+        (&["run", "--ids", "1", "--cluster-workers", "nowhere"], "give HOST:PORT"),
+        (&["run", "--ids", "1", "--audit", "1"], "without --cluster-workers"),
+        (&["run", "--ids", "1", "--place", "layers 1=x"], "without --cluster-workers"),
+        (&["run", "--ids", "1", "--place", "1=x"], "must be `layers"),
+        (
+            &["run", "--ids", "1", "--cluster-workers", "[::1]:1", "--place", "layers 1=x"],
+            "--place names \"x\"",
+        ),
+        (&["bench", "decode", "--cluster-workers", "127.0.0.1:1"], "does not use"),
+        (&["tune", "--cluster-workers", "127.0.0.1:1"], "does not use"),
+        (&["plan", "--cluster-workers", "127.0.0.1:1"], "does not use"),
+    ] {
+        let outcome = run(&[args, &["--model", arg(&model)]].concat()).expect(2);
+        assert!(outcome.stderr.contains(what), "{args:?}: {}", outcome.stderr);
+    }
+    // Nobody is there: everything is computed here.
+    let args = ["run", "--ids", "1,2", "--max-tokens", "2", "--json", "--model", arg(&model)];
+    let outcome = run(&[&args[..], &["--cluster-workers", "127.0.0.1:1"]].concat()).expect(0);
+    assert!(outcome.stderr.contains("cannot be reached"), "{}", outcome.stderr);
+    let json = outcome.json();
+    assert!(
+        json["cluster"]["local_rows"].as_u64() > Some(0) && json["cluster"]["remote_rows"] == 0
+    );
 }

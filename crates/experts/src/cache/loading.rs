@@ -326,7 +326,9 @@ impl Shared {
 
     fn publish(&self, key: Key, loaded: Result<PageBuffer, LoadError>) {
         let shard = &self.layers[key.0 as usize];
-        let failed = {
+        // Whoever hears of a failure finds its room given back.
+        let mut account = loaded.is_err().then(|| self.account());
+        {
             let mut guard = shard.lock();
             let state = &mut *guard;
             let entry = &mut state.entries[key.1 as usize];
@@ -334,13 +336,12 @@ impl Shared {
                 Entry::Loading { waiters, ahead, .. } => (*waiters, *ahead),
                 _ => (0, None),
             };
-            let failed = match loaded {
+            match loaded {
                 Ok(data) => {
                     *entry = Entry::Ready { slot: Arc::new(data), waiters, ahead };
                     if ahead.is_none() && !state.pinned[key.1 as usize] {
                         state.policy.link(key.1);
                     }
-                    None
                 }
                 Err(error) => {
                     state.held -= 1;
@@ -348,18 +349,19 @@ impl Shared {
                         0 => Entry::Absent,
                         _ => Entry::Failed { error: Arc::new(error), waiters },
                     };
-                    Some(ahead.is_some())
                 }
-            };
+            }
+            if let Some(account) = &mut account {
+                let of_kind = match ahead {
+                    Some(_) => &mut account.ahead,
+                    None => &mut account.regular,
+                };
+                *of_kind -= self.bytes_of(key);
+            }
             shard.publish_floor(state);
-            failed
-        };
-        shard.changed.notify_all();
-        if let Some(ahead) = failed {
-            let mut account = self.account();
-            let of_kind = if ahead { &mut account.ahead } else { &mut account.regular };
-            *of_kind -= self.bytes_of(key);
         }
+        drop(account);
+        shard.changed.notify_all();
         // An expert that nobody waits for may go at once.
         self.room_freed();
     }

@@ -1,0 +1,283 @@
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use cluster::coordinator::{Coordinator, CoordinatorOptions, RowCounts, State};
+use cluster::worker::{Limits, Server, Stop, WorkerOptions, open};
+use container::{Config, HeldExperts};
+use experts::{
+    ByteClass, ExpertBackend, ExpertStore, FileSet, Ledger, LocalExperts, LocalOptions, Reader,
+    Route, RoutedBatch,
+};
+use formats::Input;
+use numerics::{Activations, Compute, Isa, Team};
+
+use crate::support::fixture;
+
+fn compute(isa: Isa) -> Compute {
+    Compute::new(isa, Arc::new(Team::new(2).unwrap()), Activations::Int8)
+}
+
+/// All experts of a fixture, as a coordinator has them.
+fn local(name: &str) -> (Config, Arc<LocalExperts>) {
+    let model = container::Model::open(&[fixture(name)]).unwrap();
+    let held = HeldExperts::ALL;
+    let table = experts::load::ExpertTable::new(&model, model.held_experts(&held), true).unwrap();
+    let reader = Reader::new(Arc::new(FileSet::open(&model.shards).unwrap()));
+    let ledger = Ledger::new(200_000_000);
+    assert!(ledger.reserve(ByteClass::Process, 1).is_ok());
+    let store = ExpertStore::new(table, reader);
+    let local = LocalExperts::new(store, &ledger, LocalOptions::default()).unwrap();
+    (model.config, Arc::new(local))
+}
+
+/// A worker in this process, ended when dropped.
+struct Worker {
+    address: String,
+    stop: Stop,
+    server: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    fn start(dir: &Path, isa: Isa) -> Worker {
+        let options = WorkerOptions {
+            dirs: vec![dir.to_owned()],
+            held: HeldExperts::ALL,
+            ram_bytes: 400_000_000,
+            process_bytes: 0,
+            int8: true,
+            io: None,
+            read_limit: None,
+        };
+        let worker = open(&options, compute(isa)).unwrap().worker;
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let server = Server::new(listener, worker, Limits::new(1 << 20), Arc::new(|_| {})).unwrap();
+        let stop = server.stop();
+        let server = Some(thread::spawn(move || server.run()));
+        Worker { address, stop, server }
+    }
+
+    fn end(&mut self) {
+        self.stop.stop();
+        if let Some(server) = self.server.take() {
+            server.join().unwrap();
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// A coordinator and what it says.
+fn coordinator(
+    name: &str,
+    workers: &[&str],
+    change: impl FnOnce(&mut CoordinatorOptions),
+) -> (Coordinator, Config, Arc<Mutex<Vec<String>>>) {
+    let (config, local) = local(name);
+    let said = Arc::new(Mutex::new(Vec::new()));
+    let notes = said.clone();
+    let mut options = CoordinatorOptions {
+        workers: workers.iter().map(|name| (*name).to_owned()).collect(),
+        rules: Vec::new(),
+        audit: 0,
+        request_time: Duration::from_secs(20),
+        notice: Arc::new(move |text: &str| notes.lock().unwrap().push(text.to_owned())),
+    };
+    change(&mut options);
+    let made = Coordinator::new(&config, local, &compute(Isa::detect()), options).unwrap();
+    (made, config, said)
+}
+
+/// The sum of some rows that are routed to four experts each.
+fn sum(backend: &dyn ExpertBackend, config: &Config, rows: usize, seed: usize) -> Vec<i64> {
+    let compute = compute(Isa::detect());
+    let (hidden, experts) = (config.hidden_size, config.moe.experts);
+    let value = |at: usize| ((at * 31 + seed * 77) as f32 * 0.73).sin();
+    let values: Vec<f32> = (0..rows * hidden).map(value).collect();
+    let top_k = 2;
+    let route = |at: usize| Route {
+        expert: ((at / top_k * 5 + at % top_k * 3 + seed) % experts) as u32,
+        weight: 0.2 + 0.1 * (at % 5) as f32,
+    };
+    let routes: Vec<Route> = (0..rows * top_k).map(route).collect();
+    let input = Input::new("rows", &values[..], hidden);
+    let batch = RoutedBatch::new(&compute.scratch, &input, &routes, top_k, experts);
+    let layer = (0..config.layers)
+        .find(|layer| config.layer_kind(*layer) == Some(container::LayerKind::Sparse))
+        .unwrap();
+    let mut sum = vec![0; rows * hidden];
+    let mut called = 0;
+    backend.compute(&compute, layer, &batch, &mut sum, &mut || called += 1).unwrap();
+    assert_eq!(called, 1);
+    sum
+}
+
+#[test]
+fn one_two_and_three_workers_give_the_sum_of_this_machine() {
+    for name in ["glm-dsa", "glm-int4-g64", "glm-e8", "olmoe-int4-g48"] {
+        let (_, alone) = local(name);
+        let levels: Vec<Isa> = Isa::available().collect();
+        let level = |at: usize| levels[at % levels.len()];
+        let workers: Vec<Worker> =
+            (0..3).map(|at| Worker::start(&fixture(name), level(at))).collect();
+        for count in 1..=3 {
+            let names: Vec<&str> = workers.iter().take(count).map(|w| &w.address[..]).collect();
+            let (cluster, config, _) = coordinator(name, &names, |_| {});
+            let mut rows = 0;
+            for (seed, batch) in [1, 7, 40].into_iter().enumerate() {
+                let want = sum(&alone, &config, batch, seed);
+                assert_eq!(sum(&cluster, &config, batch, seed), want, "{name}, {count} workers");
+                rows += 2 * batch as u64;
+            }
+            // Every row was a worker's.
+            let want = RowCounts { remote: rows, ..RowCounts::default() };
+            assert_eq!(cluster.rows(), want, "{name}, {count} workers");
+            let peers = cluster.peers();
+            assert_eq!(peers.iter().map(|peer| peer.rows).sum::<u64>(), rows);
+            assert!(peers.iter().all(|peer| peer.failures == 0));
+        }
+    }
+}
+
+#[test]
+fn rules_keep_experts_here() {
+    let worker = Worker::start(&fixture("glm-dsa"), Isa::detect());
+    let (_, alone) = local("glm-dsa");
+    let (cluster, config, _) = coordinator("glm-dsa", &[&worker.address], |options| {
+        options.rules = vec!["layers 0-99,experts 0-1=local".parse().unwrap()];
+    });
+    assert_eq!(sum(&cluster, &config, 9, 1), sum(&alone, &config, 9, 1));
+    let rows = cluster.rows();
+    assert!(rows.local > 0 && rows.remote > 0 && rows.local + rows.remote == 18, "{rows:?}");
+}
+
+#[test]
+fn a_worker_that_ends_costs_one_notice_and_no_bit_and_is_used_again_when_it_is_back() {
+    let (_, alone) = local("glm-dsa");
+    let mut first = Worker::start(&fixture("glm-dsa"), Isa::detect());
+    let second = Worker::start(&fixture("glm-dsa"), Isa::SCALAR);
+    let (cluster, config, said) =
+        coordinator("glm-dsa", &[&first.address, &second.address], |_| {});
+    let mut seed = 0;
+    let mut same = || {
+        seed += 1;
+        assert_eq!(sum(&cluster, &config, 20, seed), sum(&alone, &config, 20, seed));
+    };
+    same();
+    first.end();
+    (0..5).for_each(|_| same());
+    assert!(cluster.rows().failed_over > 0);
+    // The second had what the first could not.
+    assert_eq!(cluster.rows().local, 0);
+    let lost = |said: &Vec<String>| said.iter().filter(|s| s.contains("elsewhere")).count();
+    assert_eq!(lost(&said.lock().unwrap()), 1);
+
+    // Again at the same address.
+    let listener = TcpListener::bind(&first.address).unwrap();
+    let options = WorkerOptions {
+        dirs: vec![fixture("glm-dsa")],
+        held: HeldExperts::ALL,
+        ram_bytes: 400_000_000,
+        process_bytes: 0,
+        int8: true,
+        io: None,
+        read_limit: None,
+    };
+    let worker = open(&options, compute(Isa::detect())).unwrap().worker;
+    let server = Server::new(listener, worker, Limits::new(1 << 20), Arc::new(|_| {})).unwrap();
+    let stop = server.stop();
+    thread::scope(|scope| {
+        scope.spawn(|| server.run());
+        while cluster.peers()[0].state != State::Ready {
+            same();
+        }
+        let before = cluster.peers()[0].rows;
+        same();
+        assert!(cluster.peers()[0].rows > before);
+        stop.stop();
+    });
+}
+
+#[test]
+fn a_worker_that_never_answers_delays_a_step_by_its_deadline_only() {
+    let (_, alone) = local("glm-dsa");
+    let well = Worker::start(&fixture("glm-dsa"), Isa::detect());
+    // It takes connections and says nothing.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let name = silent.local_addr().unwrap().to_string();
+    let (cluster, config, said) = coordinator("glm-dsa", &[&name, &well.address], |options| {
+        options.request_time = Duration::from_millis(50);
+    });
+    assert!(matches!(cluster.peers()[0].state, State::Sick { .. }));
+    assert_eq!(sum(&cluster, &config, 20, 3), sum(&alone, &config, 20, 3));
+    assert!(said.lock().unwrap().iter().any(|said| said.contains("too slow")));
+}
+
+#[test]
+fn a_worker_with_other_weights_of_the_same_shape_is_refused_by_name() {
+    let other = Worker::start(&fixture("glm-int8-row"), Isa::detect());
+    let (_, alone) = local("glm-int4-g32");
+    let (cluster, config, said) = coordinator("glm-int4-g32", &[&other.address], |_| {});
+    assert_eq!(cluster.peers()[0].state, State::Quarantined);
+    assert_eq!(sum(&cluster, &config, 5, 2), sum(&alone, &config, 5, 2));
+    assert_eq!(cluster.rows().remote, 0);
+    let said = said.lock().unwrap();
+    assert!(said[0].contains(&other.address) && said[0].contains("differs"), "{said:?}");
+}
+
+/// Passes bytes between a coordinator and a worker, and changes the last byte of every reply after
+/// some.
+fn lying(worker: &str, honest: usize) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let worker = worker.to_owned();
+    thread::spawn(move || {
+        let replies = AtomicUsize::new(0);
+        for stream in listener.incoming() {
+            let (Ok(mut near), Ok(mut far)) = (stream, TcpStream::connect(&worker)) else { return };
+            let (mut to, mut from) = (far.try_clone().unwrap(), near.try_clone().unwrap());
+            thread::spawn(move || std::io::copy(&mut from, &mut to));
+            let mut buffer = vec![0; 1 << 20];
+            while let Ok(read @ 1..) = far.read(&mut buffer) {
+                // A reply of this size comes in one piece over a loopback.
+                if replies.fetch_add(1, Ordering::Relaxed) >= honest {
+                    buffer[read - 4] ^= 1;
+                }
+                if near.write_all(&buffer[..read]).is_err() {
+                    break;
+                }
+            }
+        }
+    });
+    address
+}
+
+#[test]
+fn a_lying_worker_is_found_by_audit_and_what_it_answered_is_recomputed() {
+    let (_, alone) = local("glm-dsa");
+    let worker = Worker::start(&fixture("glm-dsa"), Isa::detect());
+    // The two outputs that are compared at first are right.
+    let liar = lying(&worker.address, 2);
+    let (cluster, config, said) = coordinator("glm-dsa", &[&liar], |options| options.audit = 1);
+    assert_eq!(cluster.peers()[0].state, State::Ready, "{said:?}");
+    for seed in 0..3 {
+        assert_eq!(sum(&cluster, &config, 3, seed), sum(&alone, &config, 3, seed));
+    }
+    assert_eq!(cluster.peers()[0].state, State::Quarantined);
+    let rows = cluster.rows();
+    assert_eq!((rows.remote, rows.failed_over), (0, 6), "{rows:?}");
+
+    // Without the audit the wrong bit would be in the sum.
+    let liar = lying(&worker.address, 2);
+    let (cluster, config, _) = coordinator("glm-dsa", &[&liar], |_| {});
+    assert_ne!(sum(&cluster, &config, 3, 0), sum(&alone, &config, 3, 0));
+}
