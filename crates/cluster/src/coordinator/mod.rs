@@ -213,7 +213,9 @@ impl Coordinator {
         let shape = self.shared.shape;
         let hidden = shape.hidden as usize;
         let row_bytes = (hidden * size_of::<f32>()) as u64;
-        let deadline = Instant::now() + self.shared.fleet().deadline(to.worker);
+        let time = self.shared.fleet().deadline(to.worker);
+        // Requests to one worker follow each other.
+        let mut deadline = Instant::now();
         let rows_of = |at: &usize| batch.rows_of(*at).rows.len();
         let mut rest = &to.experts[..];
         while !rest.is_empty() {
@@ -227,6 +229,7 @@ impl Coordinator {
             }
             let (experts, after) = rest.split_at(count);
             rest = after;
+            deadline += time;
             let mut request = Vec::with_capacity(bytes as usize + 64 * (count + 1));
             put_request(&mut request, &shape, layer as u32, count);
             let mut numbers = Vec::with_capacity(count);
@@ -350,6 +353,9 @@ impl ExpertBackend for Coordinator {
         local.compute(compute, layer, &part, sum, meanwhile)?;
         // What workers failed to answer for and no other will.
         let mut left_over: Vec<usize> = Vec::new();
+        // Answers are added when all have come: a worker that is found wrong meanwhile is not
+        // believed in anything.
+        let mut answered: Vec<(usize, Vec<usize>, Vec<Item>)> = Vec::new();
         let mut done = 0;
         while done < asked.len() {
             let started = Instant::now();
@@ -372,15 +378,10 @@ impl ExpertBackend for Coordinator {
                     counters.audited.fetch_add(rows, Ordering::Relaxed);
                     if let Some(difference) = self.difference(batch, layer, &experts, &items)? {
                         self.shared.quarantine(worker, &difference);
-                        counters.failed_over.fetch_add(rows, Ordering::Relaxed);
-                        left_over.extend(experts);
-                        continue;
                     }
                 }
-                if self.add_items(batch, &experts, &items, sum) {
-                    counters.remote.fetch_add(rows, Ordering::Relaxed);
-                    continue;
-                }
+                answered.push((worker, experts, items));
+                continue;
             }
             counters.failed_over.fetch_add(rows, Ordering::Relaxed);
             let mut failed = std::mem::take(&mut asked[number].failed);
@@ -396,6 +397,16 @@ impl ExpertBackend for Coordinator {
             for (worker, experts) in others.into_iter().enumerate() {
                 let to = Asked { worker, experts, failed: failed.clone() };
                 self.send(batch, layer, to, &mut asked, &sender);
+            }
+        }
+        for (worker, experts, items) in answered {
+            let rows = count_of(&experts);
+            let is_wrong = self.shared.fleet().peers()[worker].state == State::Quarantined;
+            if !is_wrong && self.add_items(batch, &experts, &items, sum) {
+                counters.remote.fetch_add(rows, Ordering::Relaxed);
+            } else {
+                counters.failed_over.fetch_add(rows, Ordering::Relaxed);
+                left_over.extend(experts);
             }
         }
         if !left_over.is_empty() {
@@ -427,7 +438,7 @@ impl Drop for Coordinator {
         for thread in self.threads.drain(..) {
             // One that waits for a worker's answer is not waited for.
             while !thread.is_finished() && Instant::now() < deadline {
-                thread::yield_now();
+                thread::sleep(Duration::from_millis(1));
             }
             if thread.is_finished() {
                 let _ = thread.join();
