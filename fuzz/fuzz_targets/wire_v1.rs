@@ -1,5 +1,5 @@
-//! Messages of version 1: the first byte says how long the pieces are in which the rest comes to the
-//! readers of requests and replies.
+//! Messages of version 1: the first byte says how long the pieces are in which the rest comes to
+//! the readers of requests and replies.
 
 #![no_main]
 

@@ -170,7 +170,7 @@ fn found(stored: Stored, ram: Option<u64>) -> Found {
 impl fmt::Display for Found {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.settings)?;
-        write!(f, " (measured with --ram {:.1})", self.ram_bytes as f64 / 1e9)
+        write!(f, " (measured with --ram {:.2})", self.ram_bytes as f64 / 1e9)
     }
 }
 

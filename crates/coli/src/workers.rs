@@ -23,6 +23,7 @@ pub type Workers = Arc<OnceLock<Arc<Coordinator>>>;
 /// Workers of the flags, without repetitions.
 fn names(args: &CoordinatorArgs) -> Result<Vec<String>, Failure> {
     let mut listed = args.cluster_workers.clone();
+    listed.retain(|name| !name.trim().is_empty());
     if listed.is_empty() {
         let old = env::var(WORKERS_VARIABLE).unwrap_or_default();
         listed = old.split(',').map(str::to_owned).collect();
@@ -31,7 +32,7 @@ fn names(args: &CoordinatorArgs) -> Result<Vec<String>, Failure> {
     let mut names: Vec<String> = Vec::new();
     for name in listed.iter().map(|name| name.trim()) {
         let addresses = name.to_socket_addrs().map_err(|error| {
-            Failure::usage(format!("--cluster-workers {name:?}: {error}; give HOST:PORT"))
+            Failure::usage(format!("worker {name:?}: {error}; workers are given as HOST:PORT"))
         })?;
         for address in addresses {
             if !address.ip().is_loopback() && !args.allow_plaintext {
@@ -60,6 +61,15 @@ pub fn add(args: &CoordinatorArgs, options: &mut EngineOptions) -> Result<Worker
         return Ok(workers);
     }
     let config = Config::load(&options.dirs[0])?;
+    let (layers, experts) = (config.all_layers(), config.moe.experts);
+    if let Some(rule) = args.place.iter().find(|rule| !rule.is_within(layers, experts)) {
+        let (first, last) = (rule.layers.start, rule.layers.end - 1);
+        return Err(Failure::usage(format!(
+            "--place layers {first}-{last}: this model has layers 0-{}, experts 0-{}",
+            layers - 1,
+            experts.saturating_sub(1)
+        )));
+    }
     let rows = options.prefill_chunk.min(options.context.unwrap_or(config.max_position));
     options.held_bytes += Coordinator::held_bytes(&config, rows.max(options.sessions));
     let coordinator = CoordinatorOptions {
@@ -81,7 +91,7 @@ pub fn add(args: &CoordinatorArgs, options: &mut EngineOptions) -> Result<Worker
 
 /// Refuses workers where they are not used.
 pub fn refuse(args: &CoordinatorArgs, what: &str) -> Result<(), Failure> {
-    match names(args)?.is_empty() {
+    match args.cluster_workers.iter().all(|name| name.trim().is_empty()) {
         true => Ok(()),
         false => Err(Failure::usage(format!("{what} does not use --cluster-workers"))),
     }

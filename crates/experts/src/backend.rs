@@ -176,6 +176,8 @@ pub struct ExpertStats {
     pub cached_bytes: u64,
     /// Seconds that computation waited for reads.
     pub wait_s: f64,
+    /// Seconds that computation waited for other machines.
+    pub remote_s: f64,
     /// Seconds in which a read was queued or under way that somebody waited for.
     pub busy_s: f64,
     /// Seconds in which any read was queued or under way, guessed ones included.

@@ -449,6 +449,7 @@ impl ExpertBackend for LocalExperts {
                     bytes_read: cache.store().bytes_read(),
                     cached_bytes: cache.bytes(),
                     wait_s,
+                    remote_s: 0.0,
                     busy_s: cache.busy_s(),
                     known_s: cache.known_s(),
                 }

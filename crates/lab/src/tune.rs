@@ -238,6 +238,9 @@ pub fn tune(
     let chunks = CHUNKS.into_iter().filter(|chunk| *chunk != now && *chunk <= longest);
     let chunks = chunks.map(|chunk| Settings { prefill_chunk: chunk, ..search.now() }).collect();
     search.vary(Knob::PrefillChunk, chunks, told)?;
+    if search.settings.io == Some(IoMode::Mmap) {
+        search.settings.prefetch = None;
+    }
     Ok(Tuned { settings: search.settings, ram_bytes: search.plan.limit, trials: search.trials })
 }
 

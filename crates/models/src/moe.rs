@@ -94,8 +94,11 @@ impl Moe {
         let parts = rows_mut(&mut sum, x.cols());
         compute.team.rows(x.rows(), ROUTE_GRAIN, parts, |_, sum| sum.fill(0));
         profile.enter(Activity::ExpertsLocal);
-        let wait_s = || if profile.is_running() { experts.stats().wait_s } else { 0.0 };
-        let waited_s = wait_s();
+        let waited_s = || match profile.is_running() {
+            true => [experts.stats().wait_s, experts.stats().remote_s],
+            false => [0.0; 2],
+        };
+        let before_s = waited_s();
         let mut shared = Ok(None);
         let mut meanwhile = || {
             guess_next(step, residual);
@@ -104,8 +107,13 @@ impl Moe {
             }
         };
         experts.compute(compute, layer, &batch, &mut sum, &mut meanwhile)?;
-        let waited = Duration::from_secs_f64((wait_s() - waited_s).max(0.0));
-        profile.shift(Activity::ExpertsLocal, Activity::DiskWait, waited);
+        let waits = [Activity::DiskWait, Activity::ExpertsRemote];
+        for (what, (after_s, before_s)) in
+            waits.into_iter().zip(waited_s().into_iter().zip(before_s))
+        {
+            let waited = Duration::from_secs_f64((after_s - before_s).max(0.0));
+            profile.shift(Activity::ExpertsLocal, what, waited);
+        }
         let mut out = compute.scratch.filled_later(sum.len());
         let parts = rows_mut(&mut out, x.cols());
         compute.team.rows(x.rows(), ROUTE_GRAIN, parts, |rows, out| {

@@ -8,6 +8,8 @@ use super::placement::{Place, Rule, owner};
 /// Share of the time for a request to an unknown worker that every request has, and the factor over
 /// what late ones took: experts that are not in a worker's memory take far longer than others.
 const LEAST_SHARE: u32 = 5;
+/// Longest time for a request, over that for one to an unknown worker.
+const MOST_SHARE: u32 = 3;
 const DEADLINE_FACTOR: f64 = 10.0;
 /// First and longest pause before a worker that failed is tried again.
 const PAUSE_FIRST: Duration = Duration::from_millis(500);
@@ -145,7 +147,8 @@ impl Fleet {
             None => self.request_time,
             Some(mean) => {
                 let least = self.request_time / LEAST_SHARE;
-                least.max(Duration::from_secs_f64(mean * DEADLINE_FACTOR))
+                let most = self.request_time * MOST_SHARE;
+                Duration::from_secs_f64(mean * DEADLINE_FACTOR).clamp(least, most)
             }
         }
     }
@@ -155,11 +158,15 @@ impl Fleet {
         self.peers[at].request_s.unwrap_or(f64::INFINITY)
     }
 
-    /// A worker is connected and its outputs are right. True when it was not ready before.
+    /// A worker is connected and its outputs are right. False when it was found wrong before.
+    /// Only an answer shortens the pause after its next failure.
     pub fn ready(&mut self, at: usize) -> bool {
         let peer = &mut self.peers[at];
-        peer.in_a_row = 0;
-        std::mem::replace(&mut peer.state, State::Ready) != State::Ready
+        if peer.state == State::Quarantined {
+            return false;
+        }
+        peer.state = State::Ready;
+        true
     }
 
     /// A worker has answered for so many rows.
@@ -182,6 +189,9 @@ impl Fleet {
         let doubled = PAUSE_FIRST.saturating_mul(1 << peer.in_a_row.min(16));
         peer.in_a_row += 1;
         let retry_at = now + doubled.min(PAUSE_MAX);
+        if peer.state == State::Quarantined {
+            return (retry_at, false);
+        }
         let before = std::mem::replace(&mut peer.state, State::Sick { retry_at });
         (retry_at, !matches!(before, State::Sick { .. }))
     }
@@ -217,8 +227,20 @@ mod tests {
         }
         assert_eq!(pauses[..3], [500, 1000, 2000].map(Duration::from_millis));
         assert_eq!(pauses[9], PAUSE_MAX);
+        // Being connected is no answer.
         assert!(fleet.ready(1));
+        assert_eq!(fleet.failed(1, now).0 - now, PAUSE_MAX);
+        fleet.answered(1, 1, Duration::ZERO);
         assert_eq!(fleet.failed(1, now).0 - now, PAUSE_FIRST);
+    }
+
+    #[test]
+    fn a_worker_that_was_wrong_is_never_asked_again() {
+        let mut fleet = fleet(&[]);
+        assert!(fleet.quarantine(0));
+        assert!(!fleet.failed(0, Instant::now()).1 && !fleet.ready(0));
+        assert_eq!(fleet.peers()[0].state, State::Quarantined);
+        assert!(!fleet.quarantine(0));
     }
 
     #[test]
@@ -272,8 +294,10 @@ mod tests {
         assert_eq!(fleet.deadline(0), Duration::from_secs(10));
         fleet.answered(0, 1, Duration::from_millis(1));
         assert_eq!(fleet.deadline(0), Duration::from_secs(2));
-        fleet.answered(0, 1, Duration::from_secs(3));
+        fleet.answered(0, 1, Duration::from_secs(2));
+        assert_eq!(fleet.deadline(0), Duration::from_secs(20));
+        fleet.answered(0, 1, Duration::from_secs(9));
         assert_eq!(fleet.deadline(0), Duration::from_secs(30));
-        assert_eq!(fleet.peers()[0].rows, 2);
+        assert_eq!(fleet.peers()[0].rows, 3);
     }
 }

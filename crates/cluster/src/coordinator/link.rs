@@ -1,5 +1,6 @@
 //! A connection to one worker, by protocol version 1.
 
+use std::io::ErrorKind;
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
@@ -17,13 +18,15 @@ const READ_BYTES: usize = 64 << 10;
 pub(super) enum LinkError {
     #[error("it cannot be reached: {0}")]
     Connect(std::io::Error),
+    #[error("it ended the connection; its own output says why, such as another model")]
+    Ended,
     #[error(transparent)]
-    Tcp(#[from] TcpError),
+    Tcp(TcpError),
     #[error(transparent)]
     Wire(#[from] WireError),
     #[error(
-        "it could not compute what was asked (status {0}); see what it says, or whether it holds \
-         these experts (--place)"
+        "it could not compute what was asked (status {0}); its own output says why. If it holds a \
+         part of the experts only, --place \"layers A-B=WORKER\" must say which"
     )]
     Status(u32),
     #[error("it sent more than its answer")]
@@ -61,10 +64,10 @@ impl Link {
         asked: &[(u32, u32)],
         deadline: Instant,
     ) -> Result<Vec<Item>, LinkError> {
-        tcp::write_until(&self.stream, request, deadline)?;
+        tcp::write_until(&self.stream, request, deadline).map_err(ended)?;
         let mut reader = ReplyReader::new(shape.hidden, asked.to_vec());
         loop {
-            let read = tcp::read_until(&self.stream, &mut self.buffer, deadline)?;
+            let read = tcp::read_until(&self.stream, &mut self.buffer, deadline).map_err(ended)?;
             let mut input = &self.buffer[..read];
             let Some(reply) = reader.take(&mut input)? else { continue };
             return match reply.status {
@@ -73,5 +76,18 @@ impl Link {
                 status => Err(LinkError::Status(status)),
             };
         }
+    }
+}
+
+/// A peer that closes or resets a connection has ended it.
+fn ended(error: TcpError) -> LinkError {
+    match error {
+        TcpError::Cut => LinkError::Ended,
+        TcpError::Io(error)
+            if matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) =>
+        {
+            LinkError::Ended
+        }
+        other => LinkError::Tcp(other),
     }
 }

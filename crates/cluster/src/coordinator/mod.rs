@@ -8,6 +8,7 @@ mod fleet;
 mod link;
 pub mod placement;
 
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -39,8 +40,8 @@ const JOIN_TIME: Duration = Duration::from_secs(10);
 /// Time beyond its deadline after which a worker's thread is not waited for.
 const THREAD_TIME: Duration = Duration::from_secs(5);
 /// What an older program in another language must be told to come close.
-const OTHER_PROGRAM: &str = "another program comes close only with --activations f32 here and \
-    IDOT=0 I4S=1 COLI_NO_FUSED_PAIR=1 SPEC_PIN=0 XEXP=0 I4_ACC512=0 I3_AVX512=0 DRAFT=0 \
+const OTHER_PROGRAM: &str = "a worker of the C engine comes close only with --activations f32 \
+    here and IDOT=0 I4S=1 COLI_NO_FUSED_PAIR=1 SPEC_PIN=0 XEXP=0 I4_ACC512=0 I3_AVX512=0 DRAFT=0 \
     COLI_CUDA=0 COLI_METAL=0 COLI_VULKAN=0 there, and is not used all the same";
 
 /// How a coordinator is made.
@@ -80,7 +81,8 @@ struct Counters {
     local: AtomicU64,
     failed_over: AtomicU64,
     audited: AtomicU64,
-    requests: AtomicU64,
+    /// Draws for the audit so far, from a number that differs from run to run.
+    draws: AtomicU64,
     wait_ns: AtomicU64,
 }
 
@@ -117,6 +119,7 @@ struct Asked {
     experts: Vec<usize>,
     /// Workers that failed to answer for them.
     failed: Vec<usize>,
+    deadline: Instant,
 }
 
 /// The experts of a cluster.
@@ -152,7 +155,7 @@ impl Coordinator {
             compute: compute.clone(),
             fleet: Mutex::new(fleet),
             joined: Condvar::new(),
-            counters: Counters::default(),
+            counters: Counters { draws: AtomicU64::new(entropy()), ..Counters::default() },
         });
         let (mut jobs, mut threads) = (Vec::new(), Vec::new());
         for at in 0..count {
@@ -246,6 +249,7 @@ impl Coordinator {
                 worker: to.worker,
                 experts: experts.to_vec(),
                 failed: to.failed.clone(),
+                deadline,
             });
             if self.jobs[to.worker].send(job).is_err() {
                 let _ = answers.send(Answer { number, items: None });
@@ -343,7 +347,7 @@ impl ExpertBackend for Coordinator {
         let mut asked: Vec<Asked> = Vec::new();
         for worker in order {
             let experts = std::mem::take(&mut shares[worker]);
-            let to = Asked { worker, experts, failed: Vec::new() };
+            let to = Asked { worker, experts, failed: Vec::new(), deadline: Instant::now() };
             self.send(batch, layer, to, &mut asked, &sender);
         }
         let is_here =
@@ -359,12 +363,16 @@ impl ExpertBackend for Coordinator {
         let mut done = 0;
         while done < asked.len() {
             let started = Instant::now();
-            let answer = answers.recv_timeout(DEADLINE_MAX);
+            let open = asked.iter().map(|asked| asked.deadline).max();
+            let latest = open.unwrap_or(started) + THREAD_TIME;
+            let answer = answers.recv_timeout(latest.saturating_duration_since(started));
             counters.wait_ns.fetch_add(started.elapsed().as_nanos() as u64, Ordering::Relaxed);
             let Ok(Answer { number, items }) = answer else {
-                // No thread is late by so much: what is open is computed here.
-                for open in &asked[..] {
+                // No thread is late by so much: what is open is computed here, and those who have
+                // it are left.
+                for open in asked.iter().filter(|open| !open.experts.is_empty()) {
                     left_over.extend(&open.experts);
+                    self.shared.leave(open.worker, "its thread does not answer");
                 }
                 break;
             };
@@ -373,11 +381,12 @@ impl ExpertBackend for Coordinator {
             let (worker, experts) = (*worker, std::mem::take(experts));
             let rows = count_of(&experts);
             if let Some(items) = items {
-                let request = counters.requests.fetch_add(1, Ordering::Relaxed);
-                if options.audit > 0 && request.is_multiple_of(options.audit) {
+                // No worker can foresee which of its answers are compared.
+                let draw = mix(counters.draws.fetch_add(1, Ordering::Relaxed));
+                if options.audit > 0 && draw.is_multiple_of(options.audit) {
                     counters.audited.fetch_add(rows, Ordering::Relaxed);
                     if let Some(difference) = self.difference(batch, layer, &experts, &items)? {
-                        self.shared.quarantine(worker, &difference);
+                        self.shared.quarantine(worker, &difference.to_string());
                     }
                 }
                 answered.push((worker, experts, items));
@@ -395,10 +404,12 @@ impl ExpertBackend for Coordinator {
                 }
             }
             for (worker, experts) in others.into_iter().enumerate() {
-                let to = Asked { worker, experts, failed: failed.clone() };
+                let failed = failed.clone();
+                let to = Asked { worker, experts, failed, deadline: Instant::now() };
                 self.send(batch, layer, to, &mut asked, &sender);
             }
         }
+        let mut disbelieved: Vec<usize> = Vec::new();
         for (worker, experts, items) in answered {
             let rows = count_of(&experts);
             let is_wrong = self.shared.fleet().peers()[worker].state == State::Quarantined;
@@ -407,11 +418,17 @@ impl ExpertBackend for Coordinator {
             } else {
                 counters.failed_over.fetch_add(rows, Ordering::Relaxed);
                 left_over.extend(experts);
+                disbelieved.extend((!is_wrong).then_some(worker));
             }
         }
         if !left_over.is_empty() {
             let part = batch.part(&compute.scratch, |expert| is_here(&left_over, expert));
             local.compute(compute, layer, &part, sum, &mut || {})?;
+        }
+        // This machine's own outputs were within the range of the sum.
+        for worker in disbelieved {
+            let why = format!("an output of layer {layer} is beyond the range of the sum");
+            self.shared.quarantine(worker, &why);
         }
         Ok(())
     }
@@ -424,12 +441,9 @@ impl ExpertBackend for Coordinator {
     fn stats(&self) -> ExpertStats {
         let waited_s = self.shared.counters.wait_ns.load(Ordering::Relaxed) as f64 * 1e-9;
         let stats = self.shared.local.stats();
-        ExpertStats { wait_s: stats.wait_s + waited_s, ..stats }
+        ExpertStats { remote_s: waited_s, ..stats }
     }
 }
-
-/// Longest wait for any answer: deadlines are shorter.
-const DEADLINE_MAX: Duration = Duration::from_secs(600);
 
 impl Drop for Coordinator {
     fn drop(&mut self) {
@@ -454,6 +468,17 @@ struct Difference {
     expert: u32,
     /// Largest over the rows of the largest difference over the largest number.
     relative: f64,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Difference { layer, expert, relative } = self;
+        write!(
+            f,
+            "its output of layer {layer}, expert {expert} differs from this machine's by \
+             {relative:.1e} of its size"
+        )
+    }
 }
 
 impl Difference {
@@ -504,22 +529,21 @@ impl Shared {
         if news {
             let name = self.name(at);
             (self.options.notice)(&format!(
-                "worker {name}: {why}; its experts are computed elsewhere until it is back"
+                "worker {name}: {why}; its experts are computed elsewhere until it answers rightly"
             ));
         }
         retry_at
     }
 
-    fn quarantine(&self, at: usize, difference: &Difference) {
+    fn quarantine(&self, at: usize, why: &str) {
         let news = self.fleet().quarantine(at);
         self.joined.notify_all();
         if news {
-            let Difference { layer, expert, relative } = difference;
             (self.options.notice)(&format!(
-                "worker {} is not used any more: its output of layer {layer}, expert {expert} \
-                 differs from this machine's by {relative:.1e} of its size; it has other weights, \
-                 another --activations, or another program ({OTHER_PROGRAM})",
-                self.name(at)
+                "worker {} is not used any more: {why}; both must have the same model and the same \
+                 --activations, {} here ({OTHER_PROGRAM})",
+                self.name(at),
+                self.compute.activations
             ));
         }
     }
@@ -531,14 +555,14 @@ impl Shared {
         loop {
             if link.is_none() && retry_at.is_some_and(|at| at <= Instant::now()) {
                 match self.join(at) {
-                    Ok(joined) => {
+                    Ok(joined) if self.fleet().ready(at) => {
                         link = Some(joined);
-                        self.fleet().ready(at);
                         self.joined.notify_all();
                         (self.options.notice)(&format!("worker {} is ready", self.name(at)));
                     }
+                    Ok(_) => retry_at = None,
                     Err(Refused::Wrong(difference)) => {
-                        self.quarantine(at, &difference);
+                        self.quarantine(at, &difference.to_string());
                         retry_at = None;
                     }
                     Err(Refused::Link(error)) => {

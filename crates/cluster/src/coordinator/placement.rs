@@ -24,6 +24,11 @@ pub struct Rule {
 }
 
 impl Rule {
+    /// Whether it speaks of any expert of a model with so many layers and experts per layer.
+    pub fn is_within(&self, layers: usize, experts: usize) -> bool {
+        self.layers.start < layers && self.experts.start < experts
+    }
+
     /// Whether it speaks of an expert.
     pub fn covers(&self, layer: usize, expert: u32) -> bool {
         self.layers.contains(&layer) && self.experts.contains(&(expert as usize))

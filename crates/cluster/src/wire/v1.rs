@@ -250,7 +250,8 @@ impl ReplyReader {
     }
 
     /// Takes bytes from the front of `input`, at most to the end of the reply, which is then
-    /// returned. A reply with a status other than [`OK`] has no items.
+    /// returned; what follows is read as another one. A reply with a status other than [`OK`] has
+    /// no items.
     pub fn take(&mut self, input: &mut &[u8]) -> Result<Option<Reply>, WireError> {
         let status = match self.status {
             Some(status) => status,
@@ -282,6 +283,9 @@ impl ReplyReader {
             Ok(())
         };
         let items = self.items.take(input, self.hidden, check)?;
-        Ok(items.map(|items| Reply { status, items }))
+        Ok(items.map(|items| {
+            self.status = None;
+            Reply { status, items }
+        }))
     }
 }

@@ -72,7 +72,10 @@ fn requests_that_follow_each_other_are_read_in_pieces_of_every_size() {
 fn a_reply_must_answer_what_was_asked() {
     let bytes = vector("v1-reply-two");
     let want = Reply { status: OK, items: items() };
-    assert_eq!(reply(&bytes, &[(200, 2), (5, 1)]), Ok((vec![want], 0)));
+    assert_eq!(reply(&bytes, &[(200, 2), (5, 1)]), Ok((vec![want.clone()], 0)));
+    // Every call takes bytes, whatever was returned before.
+    let twice = [&bytes[..], &bytes].concat();
+    assert_eq!(reply(&twice, &[(200, 2), (5, 1)]), Ok((vec![want.clone(), want], 0)));
     for (asked, what) in [
         (&[(200, 2), (6, 1)][..], "item 1 answers for expert 5, asked was 6"),
         (&[(200, 1), (5, 1)], "item 0 answers for a number of rows of 2, asked was 1"),

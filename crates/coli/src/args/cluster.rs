@@ -39,7 +39,8 @@ pub struct CoordinatorArgs {
     #[arg(long, env = "COLI_ALLOW_PLAINTEXT")]
     pub allow_plaintext: bool,
     /// Compute one request in N here too, and leave a worker whose outputs differ; 1 compares all
-    #[arg(long, value_name = "N", env = "COLI_AUDIT")]
+    #[arg(long, value_name = "N", env = "COLI_AUDIT",
+          value_parser = clap::value_parser!(u64).range(1..))]
     pub audit: Option<u64>,
     /// Where experts belong: `layers A-B[,experts C-D]=WORKER`, or `=local`; repeatable. Of several
     /// rules for an expert the first counts, and a worker that rules name gets nothing else

@@ -292,7 +292,7 @@ fn cache(args: &BenchCacheArgs) -> Outcome {
     );
     let right = [false, true, true, true, true, true, true, true];
     say_part!("{}", output::table(&rows, &right));
-    say!("static and Belady know the whole trace beforehand");
+    say!("static and Belady know the whole trace beforehand; static begins with a full cache");
     Ok(())
 }
 

@@ -90,13 +90,10 @@ fn worker(args: &WorkerArgs) -> Outcome {
 
 /// The address that the flags and the environment name.
 fn listen_address(args: &WorkerArgs) -> Result<SocketAddr, Failure> {
-    let port = match env::var(WORKER_PORT_VARIABLE) {
-        Err(_) => WORKER_PORT,
-        Ok(text) => text.parse().map_err(|_| {
-            Failure::usage(format!("{WORKER_PORT_VARIABLE}={text:?} is not a port number"))
-        })?,
+    let address = match args.listen {
+        Some(address) => address,
+        None => (Ipv4Addr::LOCALHOST, usual_port()?).into(),
     };
-    let address = args.listen.unwrap_or((Ipv4Addr::LOCALHOST, port).into());
     if !address.ip().is_loopback() && !args.allow_plaintext {
         return Err(Failure::usage(format!(
             "--listen {address} can be reached by others, and this protocol has no keys: give \
@@ -104,6 +101,16 @@ fn listen_address(args: &WorkerArgs) -> Result<SocketAddr, Failure> {
         )));
     }
     Ok(address)
+}
+
+/// The port where no address is given.
+fn usual_port() -> Result<u16, Failure> {
+    match env::var(WORKER_PORT_VARIABLE) {
+        Err(_) => Ok(WORKER_PORT),
+        Ok(text) => text.parse().map_err(|_| {
+            Failure::usage(format!("{WORKER_PORT_VARIABLE}={text:?} is not a port number"))
+        }),
+    }
 }
 
 /// Ends the server at the first Ctrl-C or SIGTERM, and the process at the second.

@@ -11,7 +11,7 @@ use serde_json::json;
 use crate::args::ScoreArgs;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::{Outcome, input, model, output};
+use crate::{Outcome, input, model, output, workers};
 
 /// Largest input read.
 const INPUT_BYTES_MAX: u64 = 256 << 20;
@@ -33,7 +33,7 @@ pub fn run(args: &ScoreArgs) -> Outcome {
     let input = input::read_file(path, INPUT_BYTES_MAX)?;
     // Encoded before memory is planned, so that the plan knows what it took.
     let text_ids = if is_text { tokenizer.encode(&input, false)? } else { Vec::new() };
-    let engine = model::open(&args.engine)?.engine;
+    let model::Opened { engine, workers, .. } = model::open(&args.engine)?;
     let prefix = match &args.prefix {
         Some(text) if text.is_empty() => Vec::new(),
         Some(text) => tokenizer.encode(text, false)?,
@@ -66,6 +66,7 @@ pub fn run(args: &ScoreArgs) -> Outcome {
             cases.iter().map(|s| json!({"nll": s.nll, "tokens": s.tokens})).collect();
         output::print_json(&json!({
             "nll": total.nll,
+            "cluster": workers::json(&workers),
             "tokens": total.tokens,
             "perplexity": total.perplexity(),
             "prefix": shown,
@@ -85,6 +86,7 @@ pub fn run(args: &ScoreArgs) -> Outcome {
             total.perplexity()
         );
     }
+    workers::note(&workers);
     model::close(&engine)
 }
 

@@ -218,7 +218,7 @@ fn workers_that_cannot_be_used_as_asked_are_refused_before_work_starts() {
     let model = hummingbird();
     for (args, what) in [
         (&["run", "--ids", "1", "--cluster-workers", "10.1.2.3:9100"][..], "--allow-plaintext"),
-        (&["run", "--ids", "1", "--cluster-workers", "nowhere"], "give HOST:PORT"),
+        (&["run", "--ids", "1", "--cluster-workers", "nowhere"], "given as HOST:PORT"),
         (&["run", "--ids", "1", "--audit", "1"], "without --cluster-workers"),
         (&["run", "--ids", "1", "--place", "layers 1=x"], "without --cluster-workers"),
         (&["run", "--ids", "1", "--place", "1=x"], "must be `layers"),
