@@ -44,6 +44,10 @@ struct Worker {
 
 impl Worker {
     fn start(dir: &Path, isa: Isa) -> Worker {
+        Worker::at("127.0.0.1:0", dir, isa)
+    }
+
+    fn at(address: &str, dir: &Path, isa: Isa) -> Worker {
         let options = WorkerOptions {
             dirs: vec![dir.to_owned()],
             held: HeldExperts::ALL,
@@ -54,7 +58,7 @@ impl Worker {
             read_limit: None,
         };
         let worker = open(&options, compute(isa)).unwrap().worker;
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let listener = TcpListener::bind(address).unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let server = Server::new(listener, worker, Limits::new(1 << 20), Arc::new(|_| {})).unwrap();
         let stop = server.stop();
@@ -184,29 +188,14 @@ fn a_worker_that_ends_costs_one_notice_and_no_bit_and_is_used_again_when_it_is_b
     assert_eq!(notices(&said.lock().unwrap()), 1);
 
     // Again at the same address.
-    let listener = TcpListener::bind(&workers[lost].address).unwrap();
-    let options = WorkerOptions {
-        dirs: vec![fixture("glm-dsa")],
-        held: HeldExperts::ALL,
-        ram_bytes: 400_000_000,
-        process_bytes: 0,
-        int8: true,
-        io: None,
-        read_limit: None,
-    };
-    let worker = open(&options, compute(Isa::detect())).unwrap().worker;
-    let server = Server::new(listener, worker, Limits::new(1 << 20), Arc::new(|_| {})).unwrap();
-    let stop = server.stop();
-    thread::scope(|scope| {
-        scope.spawn(|| server.run());
-        while cluster.peers()[lost].state != State::Ready {
-            same();
-        }
-        let before = cluster.peers()[lost].rows;
+    let address = workers[lost].address.clone();
+    workers[lost] = Worker::at(&address, &fixture("glm-dsa"), Isa::detect());
+    while cluster.peers()[lost].state != State::Ready {
         same();
-        assert!(cluster.peers()[lost].rows > before);
-        stop.stop();
-    });
+    }
+    let before = cluster.peers()[lost].rows;
+    same();
+    assert!(cluster.peers()[lost].rows > before);
 }
 
 #[test]
