@@ -16,7 +16,7 @@ use crate::cmd::run::Stream;
 use crate::failure::Failure;
 use crate::history::History;
 use crate::progress::Progress;
-use crate::{Outcome, interrupt, model, output};
+use crate::{Outcome, interrupt, model, output, workers};
 
 /// Longest line taken from a pipe.
 const LINE_BYTES_MAX: u64 = 1 << 20;
@@ -34,7 +34,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
     let dirs = model::dirs(&args.engine.model)?;
     let tokenizer = Tokenizer::load_required(&dirs[0])?;
     let template = ChatTemplate::load_required(&dirs[0])?;
-    let model::Opened { engine, history, .. } = model::open(&args.engine)?;
+    let model::Opened { engine, history, workers } = model::open(&args.engine)?;
     if let Some(on) = args.thinking {
         check_thinking(&engine, &template)?;
         note!("thinking {}", if on { "on" } else { "off" });
@@ -62,7 +62,6 @@ pub fn run(args: &ChatArgs) -> Outcome {
     if std::io::stdin().is_terminal() {
         note!("Type a message; /help lists commands.");
         chat.talk_to_terminal()?;
-        model::close(&engine)
     } else {
         let mut stdin = std::io::stdin().lock();
         loop {
@@ -77,8 +76,10 @@ pub fn run(args: &ChatArgs) -> Outcome {
                 break;
             }
         }
-        if chat.failed { Err(Failure::Reported(1)) } else { model::close(&engine) }
     }
+    let failed = chat.failed && !std::io::stdin().is_terminal();
+    workers::note(&workers);
+    if failed { Err(Failure::Reported(1)) } else { model::close(&engine) }
 }
 
 /// Refuses `--thinking` where it would change nothing.
