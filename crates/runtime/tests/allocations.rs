@@ -13,9 +13,9 @@ static ALLOCATOR: dhat::Alloc = dhat::Alloc;
 /// Blocks that a step of one token allocates: lists of its rows and sequences, its hidden states
 /// and the list of them. None of them belongs to a layer.
 const PER_TOKEN: u64 = 4;
-/// Blocks that may come on top in a whole run: lists that grow with the context, and working memory
-/// that both threads happen to hold at once for the first time, which a busy machine makes likelier.
-/// One block more for each token would be beyond it.
+/// Blocks that may come on top in a whole run: lists that grow with the context, and working
+/// memory that both threads happen to hold at once for the first time, which a busy machine makes
+/// likelier. One block more for each token would be beyond it.
 const GROWTH_MAX: u64 = 30;
 /// Experts of a layer whose order of use is one node of a tree; with more, nodes come and go.
 const ONE_NODE: usize = 11;
@@ -28,7 +28,7 @@ fn a_decoded_token_allocates_nothing_for_its_layers() {
             let mut options = support::options(&fixture, activations);
             options.fill = true;
             let engine = support::open(&options);
-            // What is counted are tokens, not loads: which thread makes one differs from run to run.
+            // What is counted are tokens, not loads: which thread makes one differs.
             engine.experts().cache().unwrap().wait_until_warm();
             let ids = support::reference(&fixture).full_ids;
             let mut session = engine.session().unwrap();
