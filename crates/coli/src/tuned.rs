@@ -63,7 +63,7 @@ fn config_hash(dirs: &[PathBuf]) -> String {
 }
 
 /// Where the settings for a model are kept, if anywhere.
-pub fn path_of(dirs: &[PathBuf]) -> Option<PathBuf> {
+fn path_of(dirs: &[PathBuf]) -> Option<PathBuf> {
     let mut hasher = blake3::Hasher::new();
     hasher.update(Machine::default().description().as_bytes());
     for dir in canonical(dirs)? {
@@ -76,8 +76,7 @@ pub fn path_of(dirs: &[PathBuf]) -> Option<PathBuf> {
 
 /// Keeps settings for a model; returns where.
 pub fn store(dirs: &[PathBuf], tuned: &Tuned) -> Result<PathBuf, Failure> {
-    let nowhere = "there is no place to keep settings; set XDG_STATE_HOME or HOME";
-    let path = path_of(dirs).ok_or_else(|| Failure::usage(nowhere))?;
+    let path = place(dirs)?;
     let stored = Stored {
         version: VERSION,
         model: canonical(dirs).unwrap_or_default(),
@@ -95,11 +94,16 @@ fn not_kept(error: anyhow::Error) -> Failure {
     Failure::Failed(anyhow::anyhow!("settings are not kept: {error:#}"))
 }
 
-/// Makes the place where settings for a model are to be kept.
-pub fn prepare(dirs: &[PathBuf]) -> Result<(), Failure> {
+/// Where the settings for a model are to be kept.
+fn place(dirs: &[PathBuf]) -> Result<PathBuf, Failure> {
     let nowhere =
         "there is no place to keep settings; set XDG_STATE_HOME or HOME, or give --dry-run";
-    let path = path_of(dirs).ok_or_else(|| Failure::usage(nowhere))?;
+    path_of(dirs).ok_or_else(|| Failure::usage(nowhere))
+}
+
+/// Makes the place where settings for a model are to be kept.
+pub fn prepare(dirs: &[PathBuf]) -> Result<(), Failure> {
+    let path = place(dirs)?;
     let Some(dir) = path.parent() else { return Ok(()) };
     let made = fs::create_dir_all(dir).with_context(|| dir.display().to_string());
     made.map_err(not_kept)

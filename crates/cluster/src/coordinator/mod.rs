@@ -204,23 +204,24 @@ impl Coordinator {
         RowCounts { remote, local, failed_over, audited }
     }
 
-    /// Sends the experts at some places of a batch to a worker, in as many requests as it takes.
+    /// Sends the experts at some places of a batch to a worker, in as many requests as it takes;
+    /// some workers have `failed` for them.
     fn send(
         &self,
         batch: &RoutedBatch<'_>,
         layer: usize,
-        to: Asked,
+        (worker, experts, failed): (usize, &[usize], &[usize]),
         asked: &mut Vec<Asked>,
         answers: &Sender<Answer>,
     ) {
         let shape = self.shared.shape;
         let hidden = shape.hidden as usize;
         let row_bytes = (hidden * size_of::<f32>()) as u64;
-        let time = self.shared.fleet().deadline(to.worker);
+        let time = self.shared.fleet().deadline(worker);
         // Requests to one worker follow each other.
         let mut deadline = Instant::now();
         let rows_of = |at: &usize| batch.rows_of(*at).rows.len();
-        let mut rest = &to.experts[..];
+        let mut rest = experts;
         while !rest.is_empty() {
             let (mut count, mut bytes) = (0, 0);
             while count < rest.len().min(ITEMS_MAX) {
@@ -246,12 +247,12 @@ impl Coordinator {
             let number = asked.len();
             let job = Job { number, request, asked: numbers, deadline, answers: answers.clone() };
             asked.push(Asked {
-                worker: to.worker,
+                worker,
                 experts: experts.to_vec(),
-                failed: to.failed.clone(),
+                failed: failed.to_vec(),
                 deadline,
             });
-            if self.jobs[to.worker].send(job).is_err() {
+            if self.jobs[worker].send(job).is_err() {
                 let _ = answers.send(Answer { number, items: None });
             }
         }
@@ -346,9 +347,7 @@ impl ExpertBackend for Coordinator {
         let (sender, answers) = channel();
         let mut asked: Vec<Asked> = Vec::new();
         for worker in order {
-            let experts = std::mem::take(&mut shares[worker]);
-            let to = Asked { worker, experts, failed: Vec::new(), deadline: Instant::now() };
-            self.send(batch, layer, to, &mut asked, &sender);
+            self.send(batch, layer, (worker, &shares[worker], &[]), &mut asked, &sender);
         }
         let is_here =
             |here: &[usize], expert: u32| here.iter().any(|at| batch.experts()[*at] == expert);
@@ -404,9 +403,7 @@ impl ExpertBackend for Coordinator {
                 }
             }
             for (worker, experts) in others.into_iter().enumerate() {
-                let failed = failed.clone();
-                let to = Asked { worker, experts, failed, deadline: Instant::now() };
-                self.send(batch, layer, to, &mut asked, &sender);
+                self.send(batch, layer, (worker, &experts, &failed), &mut asked, &sender);
             }
         }
         let mut disbelieved: Vec<usize> = Vec::new();

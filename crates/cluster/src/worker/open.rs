@@ -8,8 +8,8 @@ use experts::load::ExpertTable;
 use experts::local::StartError;
 use experts::reader::{RateLimit, open_files};
 use experts::{
-    ByteClass, ExpertStore, FileSet, IoMode, Ledger, LedgerError, LocalExperts, LocalOptions,
-    ReadAhead, ReadError, Reader, Reservation,
+    ByteClass, ExpertStore, FileSet, IoMode, Ledger, LocalExperts, LocalOptions, ReadAhead,
+    ReadError, Reader, Reservation,
 };
 use numerics::Compute;
 
@@ -50,22 +50,24 @@ pub enum OpenError {
     /// Its experts.
     #[error(transparent)]
     Experts(#[from] StartError),
-    /// A reservation.
-    #[error(transparent)]
-    Memory(#[from] LedgerError),
     /// The ceiling is below what a worker needs.
     #[error(
         "a worker of this model needs at least --ram {needed_gb:.3}, {limit_gb:.3} is given: \
              process {process_mb:.1} MB, requests {requests_mb:.1} MB, scratch {scratch_mb:.1} MB, \
              read buffers and one expert {expert_mb:.1} MB"
     )]
-    #[allow(missing_docs)]
     Ceiling {
+        /// Least ceiling, in 10^9 bytes.
         needed_gb: f64,
+        /// The ceiling.
         limit_gb: f64,
+        /// For the process as it is, in 10^6 bytes.
         process_mb: f64,
+        /// For requests that come and are answered.
         requests_mb: f64,
+        /// For the activations of one of them.
         scratch_mb: f64,
+        /// For read buffers and the largest expert.
         expert_mb: f64,
     },
     /// There is nothing to hold.
