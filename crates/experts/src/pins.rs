@@ -1,15 +1,14 @@
 //! What a history of choices does to a cache: whom it expects, whom it keeps, and whom it exchanges
 //! when the present differs from the past.
 
-use crate::cache::policy::HALF_LIFE_ROWS;
+use crate::cache::policy::{HALF_LIFE_ROWS, TWICE};
 use crate::cache::{ExpertCache, Key};
 use crate::usage::Usage;
 
 /// Pins exchanged after a turn, at most: each is a few operations, the loads are done already.
 pub const SWAPS_PER_TURN: usize = 16;
-/// Eighths of an octave by which an expert must be worth more than a pinned one to take its place:
-/// twice as much.
-const HYSTERESIS: i64 = 8;
+/// How much more an expert must be worth than a pinned one to take its place.
+const HYSTERESIS: i64 = TWICE;
 
 /// Gives experts the scores that their history makes likely, pins the best of them, and reads as
 /// many as fit in the background, the best first. Returns the number pinned.

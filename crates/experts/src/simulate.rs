@@ -309,9 +309,10 @@ mod tests {
 
     #[test]
     fn on_traces_of_the_bundled_model_ours_is_above_lru_and_lfu() {
-        for name in ["hummingbird-prose.txt", "hummingbird-code.txt"] {
+        let names = ["prose", "code", "letter", "long-prompt"];
+        for name in names.map(|name| format!("hummingbird-{name}.txt")) {
             let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/routes");
-            let trace = Trace::load(&path.join(name), RouteShape::ANY).unwrap();
+            let trace = Trace::load(&path.join(&name), RouteShape::ANY).unwrap();
             let replay = Replay::of(&trace);
             for percent in [10, 25, 50] {
                 let slots = replay.all_experts() * percent / 100;

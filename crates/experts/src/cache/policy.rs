@@ -1,23 +1,34 @@
 //! Which experts of a layer are worth keeping: how often they were chosen, older choices counting
 //! less, per byte.
 //!
-//! An expert's score is the number of rows that chose it, halved every [`HALF_LIFE_ROWS`] rows of
-//! its layer. Kept as a logarithm that grows with the layer's clock, a score never has to be
-//! aged: only the order matters, and time changes all alike. Scores outlive residence, so an
-//! expert that comes back is known, and one that comes for the first time is the first to go:
-//! that is the admission rule. Experts that may go stand in buckets of an eighth of an octave, the
-//! least recently chosen of a bucket first; every operation touches a constant number of them.
+//! A call of a layer adds the square root of a quarter of the rows that chose an expert to its
+//! score, at least one. A prompt says which experts the answer will want, but its rows come at once
+//! and say less than as many tokens one after another. The score is halved every [`HALF_LIFE_ROWS`]
+//! rows of its layer. Kept as a logarithm that grows with the layer's clock, it never has to be
+//! aged: only the order matters, and time changes all alike. Scores outlive residence, so an expert
+//! that comes back is known, and one that comes for the first time is the first to go: that is the
+//! admission rule. Experts that may go stand in buckets, the least recently chosen of a bucket
+//! first; every operation touches a constant number of them.
 
 /// Rows of a layer after which a choice counts half.
 pub const HALF_LIFE_ROWS: f64 = 128.0;
-/// Buckets per doubling of the score.
-const PER_OCTAVE: f64 = 8.0;
-/// Buckets: 128 octaves, far more than scores that differ can span.
-const BUCKETS: usize = 1024;
+/// Buckets per doubling of the score. Coarser ones let the least recent of a bucket go though it is
+/// worth more than others.
+const PER_OCTAVE: f64 = 256.0;
+/// How much more an expert is worth whose score is twice as high.
+pub const TWICE: i64 = PER_OCTAVE as i64;
+/// Buckets: 16 octaves, a score that has not grown for 2048 rows. What is colder keeps the order in
+/// which it fell below.
+const BUCKETS: usize = 4096;
 /// A score that nothing has.
 const NEVER: f64 = f64::NEG_INFINITY;
 /// How cold a layer is from which nothing can go.
 pub const NOTHING: i64 = i64::MAX;
+
+/// What a call adds to the score of an expert that so many of its rows chose.
+fn weight(rows: usize) -> f64 {
+    (rows as f64 / 4.0).max(1.0).sqrt()
+}
 
 /// Of layers with their floors, the one whose coldest expert is worth least.
 pub fn coldest_layer(floors: impl Iterator<Item = (usize, i64)>) -> Option<usize> {
@@ -67,10 +78,10 @@ impl LayerPolicy {
         self.now += rows as f64 / HALF_LIFE_ROWS;
     }
 
-    /// Counts rows that chose an expert.
+    /// Counts a call in which rows chose an expert.
     pub fn touch(&mut self, expert: u32, rows: usize) {
         let at = expert as usize;
-        let score = (self.keys[at] - self.now).exp2() + rows as f64;
+        let score = (self.keys[at] - self.now).exp2() + weight(rows);
         self.keys[at] = score.log2() + self.now;
         if self.is_linked(expert) {
             self.link(expert);
@@ -90,8 +101,8 @@ impl LayerPolicy {
         (self.keys[expert as usize] - self.now).exp2()
     }
 
-    /// How much an expert is worth keeping, comparable between layers: eighths of an octave of
-    /// score per byte.
+    /// How much an expert is worth keeping, comparable between layers: the logarithm of its
+    /// score per byte, in buckets.
     pub fn worth(&self, expert: u32) -> i64 {
         self.relative(self.bucket(expert))
     }
@@ -240,7 +251,7 @@ mod tests {
     #[test]
     fn the_least_chosen_goes_first_and_the_least_recent_of_equals() {
         let mut policy = layer(5);
-        for (expert, rows) in [(0, 4), (1, 1), (2, 9), (3, 1)] {
+        for (expert, rows) in [(0, 36), (1, 1), (2, 64), (3, 1)] {
             policy.touch(expert, rows);
             policy.link(expert);
         }
@@ -257,24 +268,24 @@ mod tests {
     #[test]
     fn old_choices_count_less_and_an_expert_that_comes_back_is_known() {
         let mut policy = layer(2);
-        policy.touch(0, 100);
+        policy.touch(0, 400);
         policy.link(0);
         policy.unlink(0);
         policy.advance(HALF_LIFE_ROWS as usize * 3);
-        policy.touch(1, 10);
+        policy.touch(1, 1);
         policy.link(1);
         policy.link(0);
-        assert!((policy.score(0) - 12.5).abs() < 1e-9);
+        assert!((policy.score(0) - 1.25).abs() < 1e-9);
         assert_eq!(policy.coldest(|_| true).unwrap().0, 1);
-        policy.touch(1, 10);
+        policy.touch(1, 1);
         assert_eq!(policy.coldest(|_| true).unwrap().0, 0);
     }
 
     #[test]
     fn bytes_are_a_price() {
         let mut policy = LayerPolicy::new([1000, 8000].into_iter());
-        policy.touch(0, 2);
-        policy.touch(1, 8);
+        policy.touch(0, 1);
+        policy.touch(1, 16);
         policy.link(0);
         policy.link(1);
         assert_eq!(policy.coldest(|_| true).unwrap().0, 1);
@@ -329,7 +340,7 @@ mod tests {
             let least = linked.iter().map(|expert| policy.worth(*expert)).min();
             match (policy.coldest(|_| true), least) {
                 (None, None) => {}
-                // A bucket holds what differs by an eighth of an octave, and moves with the clock.
+                // A bucket moves with the clock.
                 (Some((found, _)), Some(least)) => {
                     assert!(linked.contains(&found));
                     assert!(policy.worth(found) <= least + 1, "{} {least}", policy.worth(found));
