@@ -11,6 +11,7 @@ mod failure;
 mod history;
 mod input;
 mod interrupt;
+mod key;
 mod model;
 mod progress;
 mod tuned;

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::args::CoordinatorArgs;
 use crate::failure::Failure;
-use crate::output;
+use crate::{key, output};
 
 /// Environment name of the list, kept from other programs of this protocol.
 const WORKERS_VARIABLE: &str = "CLUSTER_WORKERS";
@@ -35,10 +35,11 @@ fn names(args: &CoordinatorArgs) -> Result<Vec<String>, Failure> {
             Failure::usage(format!("worker {name:?}: {error}; workers are given as HOST:PORT"))
         })?;
         for address in addresses {
-            if !address.ip().is_loopback() && !args.allow_plaintext {
+            let is_safe = args.cluster_key.is_some() || args.allow_plaintext;
+            if !address.ip().is_loopback() && !is_safe {
                 return Err(Failure::usage(format!(
-                    "worker {name} is beyond this machine, and this protocol has no keys: give \
-                     --allow-plaintext if the network is yours alone"
+                    "worker {name} is beyond this machine: give the --cluster-key FILE that it has, \
+                     or --allow-plaintext if the network is yours alone"
                 )));
             }
         }
@@ -54,7 +55,12 @@ pub fn add(args: &CoordinatorArgs, options: &mut EngineOptions) -> Result<Worker
     let workers = Workers::default();
     let names = names(args)?;
     if names.is_empty() {
-        let unused = [(args.audit.is_some(), "--audit"), (!args.place.is_empty(), "--place")];
+        let unused = [
+            (args.audit.is_some(), "--audit"),
+            (!args.place.is_empty(), "--place"),
+            (args.partial_sums, "--partial-sums"),
+            (args.no_hedge, "--no-hedge"),
+        ];
         if let Some((_, name)) = unused.iter().find(|(given, _)| *given) {
             return Err(Failure::usage(format!("{name} has no effect without --cluster-workers")));
         }
@@ -77,6 +83,9 @@ pub fn add(args: &CoordinatorArgs, options: &mut EngineOptions) -> Result<Worker
         rules: args.place.clone(),
         audit: args.audit.unwrap_or(0),
         request_time: REQUEST_TIME,
+        key: key::load(args.cluster_key.as_deref())?,
+        partial_sums: args.partial_sums,
+        hedge: !args.no_hedge,
         notice: Arc::new(|text: &str| note!("{text}")),
     };
     let made = workers.clone();
@@ -119,8 +128,9 @@ pub fn json(workers: &Workers) -> Value {
         "remote_rows": rows.remote,
         "local_rows": rows.local,
         "failed_over_rows": rows.failed_over,
-        "hedged_rows": 0,
+        "hedged_rows": rows.hedged,
         "audited_rows": rows.audited,
+        "wire_bytes": coordinator.wire_bytes(),
         "quarantined": quarantined.map(|peer| &peer.name).collect::<Vec<_>>(),
         "workers": peers.iter().map(|peer| json!({
             "name": peer.name, "rows": peer.rows, "failures": peer.failures,

@@ -34,6 +34,13 @@ pub const MAX_SHARED_EXPERTS: usize = 1024;
 /// Most multi-token-prediction layers.
 pub const MAX_MTP_LAYERS: usize = 8;
 
+/// First half of the BLAKE3 of some bytes.
+pub fn half_hash(bytes: &[u8]) -> [u8; 16] {
+    let mut half = [0; 16];
+    half.copy_from_slice(&blake3::hash(bytes).as_bytes()[..16]);
+    half
+}
+
 /// A checked model configuration.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Config {
@@ -218,6 +225,12 @@ impl Config {
     /// Joint width of the shared experts; 0 without any.
     pub fn shared_intermediate(&self) -> usize {
         self.moe.shared_experts * self.moe.expert_intermediate
+    }
+
+    /// Hash of everything that changes the mathematics: the first half of a BLAKE3. The longest
+    /// context and the ids that begin, pad and end texts are not in it.
+    pub fn identity(&self) -> [u8; 16] {
+        half_hash(self.identity_text().as_bytes())
     }
 
     /// Everything that changes the mathematics, as text that no change of this struct's order or

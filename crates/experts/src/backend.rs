@@ -81,6 +81,29 @@ impl<'a> RoutedBatch<'a> {
         RoutedBatch { input, experts: list, ends, rows, weights }
     }
 
+    /// The batch of experts that each say which rows they get, both ascending; outputs for which there is
+    /// no weight count once.
+    pub fn of<'r>(
+        scratch: &Scratch,
+        input: &'a Input<'a>,
+        items: impl Iterator<Item = (u32, &'r [u16], &'r [f32])> + Clone,
+    ) -> RoutedBatch<'a> {
+        let total = items.clone().map(|(_, rows, _)| rows.len()).sum();
+        let count = items.clone().count();
+        let (mut experts, mut ends) = (scratch.zeroed(count), scratch.zeroed(count));
+        let (mut rows, mut weights) = (scratch.zeroed(total), scratch.zeroed(total));
+        let mut end = 0;
+        for (at, (expert, rows_of, weights_of)) in items.enumerate() {
+            for (row, number) in rows_of.iter().enumerate() {
+                rows[end] = u32::from(*number);
+                weights[end] = weights_of.get(row).copied().unwrap_or(1.0);
+                end += 1;
+            }
+            (experts[at], ends[at]) = (expert, end as u32);
+        }
+        RoutedBatch { input, experts, ends, rows, weights }
+    }
+
     /// The same rows with some of the experts only: those of which `keep` says so, asked in order.
     pub fn part(&self, scratch: &Scratch, mut keep: impl FnMut(u32) -> bool) -> RoutedBatch<'a> {
         let mut kept = scratch.zeroed::<u32>(self.experts.len());

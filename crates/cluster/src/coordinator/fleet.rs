@@ -3,7 +3,13 @@
 
 use std::time::{Duration, Instant};
 
+use experts::cache::Key;
+
 use super::placement::{Place, Rule, owner};
+use super::step::RequestLimits;
+use crate::identity::{Facts, Holdings};
+use crate::session::coordinator::Version;
+use crate::wire::v1;
 
 /// Share of the time for a request to an unknown worker that every request has, and the factor over
 /// what late ones took: experts that are not in a worker's memory take far longer than others.
@@ -16,6 +22,18 @@ const PAUSE_FIRST: Duration = Duration::from_millis(500);
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 /// Share of the old value in the mean of times.
 const OLD_SHARE: f64 = 0.8;
+/// Bytes of rows of one request.
+const REQUEST_BYTES: u64 = 16 << 20;
+/// Factor over what late requests took after which another worker is asked too, and the least time
+/// before that: less would ask twice because a machine did something else for a moment.
+const HEDGE_FACTOR: f64 = 4.0;
+const HEDGE_LEAST: Duration = Duration::from_millis(100);
+/// Share of the old value in the mean of seconds per expert, and the experts after which it counts.
+const OLD_SHARE_OF_EXPERT: f64 = 0.98;
+const EXPERTS_MEASURED: u64 = 256;
+/// Weights of workers are powers of it, and change when one is wrong by more than one and a half of
+/// them: experts that move are cold where they come to.
+const WEIGHT_STEP: f64 = std::f64::consts::SQRT_2;
 
 /// How a worker is.
 #[derive(Clone, PartialEq, Debug)]
@@ -24,6 +42,8 @@ pub enum State {
     Joining,
     /// Connected, and its outputs are right.
     Ready,
+    /// It takes no further requests; it is tried again when its connection has ended.
+    Draining,
     /// It failed, and is tried again.
     Sick {
         /// From then on.
@@ -40,6 +60,8 @@ pub struct Peer {
     pub name: String,
     /// How it is.
     pub state: State,
+    /// What it is, if it says so.
+    pub facts: Option<Facts>,
     /// Rows that it computed.
     pub rows: u64,
     /// Requests that failed.
@@ -48,6 +70,15 @@ pub struct Peer {
     in_a_row: u32,
     /// Mean seconds of late requests.
     request_s: Option<f64>,
+    /// Mean seconds per expert, and experts that were computed.
+    expert_s: f64,
+    experts: u64,
+    /// Its share of experts, against those of the others.
+    weight: f64,
+    /// Protocol version of its connection.
+    version: Option<Version>,
+    /// What it holds, if it says so.
+    holdings: Option<Holdings>,
     /// Whether rules say what it gets.
     by_rules: bool,
     /// Its draws in the placement.
@@ -60,6 +91,8 @@ pub struct Fleet {
     peers: Vec<Peer>,
     rules: Vec<(Rule, Place)>,
     request_time: Duration,
+    /// Whether late answers are asked of others too.
+    pub hedges: bool,
 }
 
 /// A rule names nobody.
@@ -93,14 +126,20 @@ impl Fleet {
             state: State::Joining,
             rows: 0,
             failures: 0,
+            facts: None,
             in_a_row: 0,
             request_s: None,
+            expert_s: 0.0,
+            experts: 0,
+            weight: 1.0,
+            version: None,
+            holdings: None,
             by_rules: rules.iter().any(|(_, place)| *place == Place::Worker(at)),
             // By the name, so that a list in another order places experts alike.
             id: name.bytes().fold(0, |id, byte| super::placement::mix(id ^ u64::from(byte))),
         };
         let peers = names.iter().enumerate().map(peer).collect();
-        Ok(Fleet { peers, rules, request_time })
+        Ok(Fleet { peers, rules, request_time, hedges: false })
     }
 
     /// The workers.
@@ -108,8 +147,12 @@ impl Fleet {
         &self.peers
     }
 
-    /// Where an expert belongs while all workers are well.
-    fn home(&self, layer: usize, expert: u32, among: impl Fn(&Peer) -> bool) -> Place {
+    /// Where an expert belongs while all workers of those that hold it are well.
+    fn home(&self, layer: usize, expert: u32, well: impl Fn(&Peer) -> bool) -> Place {
+        let key = (layer as u32, expert);
+        let among = |peer: &Peer| {
+            well(peer) && peer.holdings.as_ref().is_none_or(|holdings| holdings.has(key))
+        };
         if let Some((_, place)) = self.rules.iter().find(|(rule, _)| rule.covers(layer, expert)) {
             return match place {
                 Place::Worker(at) if !among(&self.peers[*at]) => Place::Local,
@@ -117,7 +160,7 @@ impl Fleet {
             };
         }
         let free = self.peers.iter().enumerate().filter(|(_, peer)| !peer.by_rules && among(peer));
-        let owner = owner(layer, expert, free.map(|(at, peer)| (at, peer.id, 1.0)));
+        let owner = owner(layer, expert, free.map(|(at, peer)| (at, peer.id, peer.weight)));
         owner.map_or(Place::Local, Place::Worker)
     }
 
@@ -169,8 +212,57 @@ impl Fleet {
         true
     }
 
-    /// A worker has answered for so many rows.
-    pub fn answered(&mut self, at: usize, rows: u64, took: Duration) {
+    /// A worker says what it is and what it holds; one of version 1 says nothing.
+    pub fn greeted(
+        &mut self,
+        at: usize,
+        version: Version,
+        facts: Option<Facts>,
+        holdings: Option<Holdings>,
+    ) {
+        let peer = &mut self.peers[at];
+        (peer.version, peer.facts, peer.holdings) = (Some(version), facts, holdings);
+    }
+
+    /// Protocol version of a worker's connection.
+    pub fn version(&self, at: usize) -> Version {
+        self.peers[at].version.unwrap_or(Version::Two)
+    }
+
+    /// What limits a request to a worker.
+    pub fn limits(&self, at: usize) -> RequestLimits {
+        let peer = &self.peers[at];
+        let most = peer.facts.as_ref().map(|facts| facts.request_bytes).filter(|most| *most > 0);
+        let experts = match peer.version {
+            Some(Version::Two) => usize::MAX,
+            Some(Version::One) | None => v1::ITEMS_MAX,
+        };
+        RequestLimits { experts, bytes: most.map_or(REQUEST_BYTES, |most| most.min(REQUEST_BYTES)) }
+    }
+
+    /// Time after which another worker is asked too, if that is wanted and anything is known.
+    pub fn hedge_time(&self, at: usize) -> Option<Duration> {
+        let mean = self.peers[at].request_s.filter(|_| self.hedges)?;
+        Some(Duration::from_secs_f64(mean * HEDGE_FACTOR).max(HEDGE_LEAST))
+    }
+
+    /// A worker does not have an expert after all.
+    pub fn lost(&mut self, at: usize, layer: usize, expert: u32) {
+        if let Some(holdings) = &mut self.peers[at].holdings {
+            holdings.remove((layer as u32, expert) as Key);
+        }
+    }
+
+    /// A worker takes no further requests.
+    pub fn draining(&mut self, at: usize) {
+        let state = &mut self.peers[at].state;
+        if *state == State::Ready {
+            *state = State::Draining;
+        }
+    }
+
+    /// A worker has answered for so many experts and rows.
+    pub fn answered(&mut self, at: usize, experts: usize, rows: u64, took: Duration) {
         let peer = &mut self.peers[at];
         let took_s = took.as_secs_f64();
         // A slow one counts at once, fast ones slowly.
@@ -178,8 +270,44 @@ impl Fleet {
             Some(mean) if took_s < mean => OLD_SHARE * mean + (1.0 - OLD_SHARE) * took_s,
             _ => took_s,
         });
+        let expert_s = took_s / experts.max(1) as f64;
+        peer.expert_s = match peer.experts {
+            0 => expert_s,
+            _ => OLD_SHARE_OF_EXPERT * peer.expert_s + (1.0 - OLD_SHARE_OF_EXPERT) * expert_s,
+        };
+        peer.experts += experts as u64;
         peer.rows += rows;
         peer.in_a_row = 0;
+    }
+
+    /// Gives faster workers more experts once the shares are clearly wrong. True when they changed.
+    pub fn reweigh(&mut self) -> bool {
+        let measured = |peer: &Peer| peer.experts >= EXPERTS_MEASURED && peer.expert_s > 0.0;
+        let is_used = |peer: &Peer| peer.state == State::Ready && !peer.by_rules;
+        let used: Vec<usize> =
+            (0..self.peers.len()).filter(|at| is_used(&self.peers[*at])).collect();
+        if used.len() < 2 || !used.iter().all(|at| measured(&self.peers[*at])) {
+            return false;
+        }
+        let speed = |at: usize| self.peers[at].expert_s.recip().log(WEIGHT_STEP);
+        let mean = |of: &dyn Fn(usize) -> f64| {
+            used.iter().map(|at| of(*at)).sum::<f64>() / used.len() as f64
+        };
+        let middle = mean(&speed);
+        let now = |at: usize| self.peers[at].weight.log(WEIGHT_STEP);
+        let middle_now = mean(&now);
+        let wrong = |at: &usize| ((speed(*at) - middle) - (now(*at) - middle_now)).abs() > 1.5;
+        if !used.iter().any(wrong) {
+            return false;
+        }
+        let weights: Vec<f64> =
+            used.iter().map(|at| WEIGHT_STEP.powf((speed(*at) - middle).round())).collect();
+        for (at, weight) in used.into_iter().zip(weights) {
+            self.peers[at].weight = weight;
+            // What it takes with other experts is yet to be seen.
+            self.peers[at].experts = 0;
+        }
+        true
     }
 
     /// A worker failed. Returns when to try it again, and whether that is news.
@@ -193,7 +321,7 @@ impl Fleet {
             return (retry_at, false);
         }
         let before = std::mem::replace(&mut peer.state, State::Sick { retry_at });
-        (retry_at, !matches!(before, State::Sick { .. }))
+        (retry_at, !matches!(before, State::Sick { .. } | State::Draining))
     }
 
     /// A worker's outputs are wrong. True when that is news.
@@ -230,7 +358,7 @@ mod tests {
         // Being connected is no answer.
         assert!(fleet.ready(1));
         assert_eq!(fleet.failed(1, now).0 - now, PAUSE_MAX);
-        fleet.answered(1, 1, Duration::ZERO);
+        fleet.answered(1, 1, 1, Duration::ZERO);
         assert_eq!(fleet.failed(1, now).0 - now, PAUSE_FIRST);
     }
 
@@ -289,14 +417,59 @@ mod tests {
     }
 
     #[test]
+    fn a_worker_gets_only_what_it_holds_and_loses_what_it_cannot_read() {
+        let mut fleet = fleet(&[]);
+        let holdings = Holdings::of_keys([(1, 3), (1, 4)]);
+        fleet.greeted(0, Version::Two, None, Some(holdings));
+        for expert in 0..100 {
+            let is_first = fleet.place(1, expert) == Place::Worker(0);
+            assert!(!is_first || [3, 4].contains(&expert));
+        }
+        (1..3).for_each(|at| assert!(fleet.quarantine(at)));
+        assert_eq!(fleet.place(1, 3), Place::Worker(0));
+        assert_eq!(fleet.place(1, 5), Place::Local);
+        fleet.lost(0, 1, 3);
+        assert_eq!(fleet.place(1, 3), Place::Local);
+        fleet.draining(0);
+        assert_eq!(fleet.place(1, 4), Place::Local);
+        // Ending is no failure that anybody must hear of.
+        assert!(!fleet.failed(0, Instant::now()).1);
+    }
+
+    #[test]
+    fn faster_workers_get_more_once_that_is_clear() {
+        let mut fleet = fleet(&[]);
+        let share = |fleet: &Fleet, at: usize| {
+            (0..3000).filter(|e| fleet.place(1, *e) == Place::Worker(at)).count()
+        };
+        let before = [0, 1, 2].map(|at| share(&fleet, at));
+        assert!(before.iter().all(|share| (900..1100).contains(share)), "{before:?}");
+        for (at, millis) in [(0, 10), (1, 11), (2, 40)] {
+            (0..200).for_each(|_| fleet.answered(at, 1, 1, Duration::from_millis(millis)));
+            assert!(!fleet.reweigh());
+        }
+        for (at, millis) in [(0, 10), (1, 11), (2, 40)] {
+            (0..200).for_each(|_| fleet.answered(at, 1, 1, Duration::from_millis(millis)));
+        }
+        assert!(fleet.reweigh());
+        let after = [0, 1, 2].map(|at| share(&fleet, at));
+        assert!(after[2] < 450 && after[0] > 1200 && after[1] > 1200, "{after:?}");
+        // Small differences move nothing.
+        for (at, millis) in [(0, 10), (1, 13), (2, 36)] {
+            (0..400).for_each(|_| fleet.answered(at, 1, 1, Duration::from_millis(millis)));
+        }
+        assert!(!fleet.reweigh());
+    }
+
+    #[test]
     fn deadlines_follow_what_requests_took() {
         let mut fleet = fleet(&[]);
         assert_eq!(fleet.deadline(0), Duration::from_secs(10));
-        fleet.answered(0, 1, Duration::from_millis(1));
+        fleet.answered(0, 1, 1, Duration::from_millis(1));
         assert_eq!(fleet.deadline(0), Duration::from_secs(2));
-        fleet.answered(0, 1, Duration::from_secs(2));
+        fleet.answered(0, 1, 1, Duration::from_secs(2));
         assert_eq!(fleet.deadline(0), Duration::from_secs(20));
-        fleet.answered(0, 1, Duration::from_secs(9));
+        fleet.answered(0, 1, 1, Duration::from_secs(9));
         assert_eq!(fleet.deadline(0), Duration::from_secs(30));
         assert_eq!(fleet.peers()[0].rows, 3);
     }

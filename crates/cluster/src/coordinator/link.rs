@@ -1,15 +1,21 @@
-//! A connection to one worker, by protocol version 1.
+//! A connection to one worker: one thread writes, another reads.
 
+use std::collections::HashMap;
 use std::io::ErrorKind;
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::session::SessionError;
+use crate::session::coordinator::{CoordinatorSession, Event, Hello, Request, Version};
 use crate::tcp::{self, TcpError};
-use crate::wire::v1::{Item, OK, ReplyReader};
-use crate::wire::{Shape, WireError};
+use crate::wire::v2::Answer;
 
 /// Time for a connection to be made.
 const CONNECT_TIME: Duration = Duration::from_secs(3);
+/// Time for messages that nobody waits for to be sent.
+const SEND_TIME: Duration = Duration::from_secs(10);
 /// Bytes read at once.
 const READ_BYTES: usize = 64 << 10;
 
@@ -20,35 +26,91 @@ pub(super) enum LinkError {
     Connect(std::io::Error),
     #[error("it ended the connection; its own output says why, such as another model")]
     Ended,
+    #[error("it does not say that it is there")]
+    Silent,
     #[error(transparent)]
     Tcp(TcpError),
     #[error(transparent)]
-    Wire(#[from] WireError),
-    #[error(
-        "it could not compute what was asked (status {0}); its own output says why. If it holds a \
-         part of the experts only, --place \"layers A-B=WORKER\" must say which"
-    )]
-    Status(u32),
-    #[error("it sent more than its answer")]
-    More,
+    Session(#[from] SessionError),
+}
+
+/// What came of a request of a step.
+pub(super) struct Reply {
+    /// Number of the request within the step.
+    pub number: usize,
+    /// The answer, if there was one.
+    pub answer: Option<Box<Answer>>,
+}
+
+/// Who waits for an answer.
+pub(super) struct Waiting {
+    /// Number of the request within the step.
+    pub number: usize,
+    /// Where the reply goes.
+    pub replies: Sender<Reply>,
+}
+
+impl Waiting {
+    pub fn tell(self, answer: Option<Box<Answer>>) {
+        // A step that has ended wants nothing any more.
+        let _ = self.replies.send(Reply { number: self.number, answer });
+    }
+}
+
+/// Who waits for which request.
+#[derive(Default)]
+struct WaitingFor {
+    by_id: HashMap<u64, Waiting>,
+    /// Nobody reads any more: there will be no answer.
+    ended: bool,
 }
 
 /// A connection.
 pub(super) struct Link {
     stream: TcpStream,
-    buffer: Vec<u8>,
+    session: Mutex<CoordinatorSession>,
+    /// Held while bytes are taken from the session and written: they leave in order.
+    writing: Mutex<()>,
+    waiting: Mutex<WaitingFor>,
+    /// When the worker last said anything.
+    heard: Mutex<Instant>,
 }
 
 impl Link {
-    /// Connects to `host:port`.
-    pub fn connect(name: &str) -> Result<Link, LinkError> {
+    /// Connects to `host:port` and waits for its greeting, by version 2 or, where the worker does not
+    /// speak it and no key asks for encryption, version 1. The greeting has `time`.
+    pub fn connect(
+        name: &str,
+        hello: &Arc<Hello>,
+        time: Duration,
+    ) -> Result<(Link, Event), LinkError> {
+        let link = Link::open(name, Version::Two, hello)?;
+        let mut answered = false;
+        match link.wait_event(Instant::now() + time, &mut answered) {
+            Ok(event) => Ok((link, event)),
+            Err(LinkError::Ended) if !answered && hello.key.is_none() => {
+                let link = Link::open(name, Version::One, hello)?;
+                let holdings = Default::default();
+                Ok((link, Event::Joined { facts: None, holdings, compared: 0 }))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn open(name: &str, version: Version, hello: &Arc<Hello>) -> Result<Link, LinkError> {
         let addresses = name.to_socket_addrs().map_err(LinkError::Connect)?;
         let mut refused = std::io::Error::other("the name has no address");
         for address in addresses {
             match TcpStream::connect_timeout(&address, CONNECT_TIME) {
                 Ok(stream) => {
                     tcp::prepare(&stream).map_err(LinkError::Connect)?;
-                    return Ok(Link { stream, buffer: vec![0; READ_BYTES] });
+                    return Ok(Link {
+                        stream,
+                        session: Mutex::new(CoordinatorSession::new(version, hello.clone())),
+                        writing: Mutex::default(),
+                        waiting: Mutex::default(),
+                        heard: Mutex::new(Instant::now()),
+                    });
                 }
                 Err(error) => refused = error,
             }
@@ -56,25 +118,161 @@ impl Link {
         Err(LinkError::Connect(refused))
     }
 
-    /// Sends a request for these experts and numbers of rows, and takes its reply.
+    fn session(&self) -> MutexGuard<'_, CoordinatorSession> {
+        self.session.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, WaitingFor> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The version that is spoken.
+    pub fn version(&self) -> Version {
+        self.session().version()
+    }
+
+    /// Time since the worker last said anything.
+    pub fn silent(&self) -> Duration {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner).elapsed()
+    }
+
+    /// Whether an answer is waited for.
+    pub fn is_waiting(&self) -> bool {
+        !self.waiting().by_id.is_empty()
+    }
+
+    /// Ends the connection, for both of its threads.
+    pub fn close(&self) {
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    /// Writes whatever the session has to say.
+    fn flush(&self, deadline: Instant) -> Result<(), LinkError> {
+        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = self.session().take_outgoing();
+        tcp::write_until(&self.stream, &bytes, deadline).map_err(ended)
+    }
+
+    /// Sends a request; its reply comes by `waiting`, also when it could not be sent.
     pub fn ask(
-        &mut self,
-        shape: Shape,
-        request: &[u8],
-        asked: &[(u32, u32)],
+        &self,
+        request: Request,
+        waiting: Waiting,
         deadline: Instant,
-    ) -> Result<Vec<Item>, LinkError> {
-        tcp::write_until(&self.stream, request, deadline).map_err(ended)?;
-        let mut reader = ReplyReader::new(shape.hidden, asked.to_vec());
+    ) -> Result<(), LinkError> {
+        let id = request.id;
+        {
+            let mut all = self.waiting();
+            if all.ended {
+                drop(all);
+                waiting.tell(None);
+                return Err(LinkError::Ended);
+            }
+            all.by_id.insert(id, waiting);
+        }
+        // With the session unlocked again.
+        let asked = self.session().ask(request);
+        let sent = match asked {
+            Ok(true) => self.flush(deadline),
+            // The connection has become one of another version meanwhile.
+            Ok(false) => Ok(()),
+            Err(ref error) => Err(error.clone().into()),
+        };
+        if sent.is_err() || matches!(asked, Ok(false)) {
+            let waiting = self.waiting().by_id.remove(&id);
+            waiting.into_iter().for_each(|waiting| waiting.tell(None));
+        }
+        sent
+    }
+
+    /// Says that an answer is not wanted any more.
+    pub fn cancel(&self, id: u64, deadline: Instant) -> Result<(), LinkError> {
+        self.waiting().by_id.remove(&id);
+        self.session().cancel(id)?;
+        self.flush(deadline)
+    }
+
+    /// Asks whether the worker is there.
+    pub fn ping(&self, deadline: Instant) -> Result<(), LinkError> {
+        self.session().ping(0)?;
+        self.flush(deadline)
+    }
+
+    /// Reads until there is an event; nobody else reads. Notes whether anything came.
+    fn wait_event(&self, deadline: Instant, came: &mut bool) -> Result<Event, LinkError> {
+        let mut buffer = vec![0; READ_BYTES];
+        let mut events = Vec::new();
         loop {
-            let read = tcp::read_until(&self.stream, &mut self.buffer, deadline).map_err(ended)?;
-            let mut input = &self.buffer[..read];
-            let Some(reply) = reader.take(&mut input)? else { continue };
-            return match reply.status {
-                OK if input.is_empty() => Ok(reply.items),
-                OK => Err(LinkError::More),
-                status => Err(LinkError::Status(status)),
+            self.flush(deadline)?;
+            if !events.is_empty() {
+                return Ok(events.remove(0));
+            }
+            let read = tcp::read_until(&self.stream, &mut buffer, deadline).map_err(ended)?;
+            *came = true;
+            let received = self.session().receive(&buffer[..read], &mut events);
+            if let Err(error) = received {
+                // What explains it to the worker.
+                let _ = self.flush(deadline);
+                return Err(error.into());
+            }
+        }
+    }
+
+    /// Sends a request and waits for its answer, before anybody else reads.
+    pub fn answer(&self, request: Request, deadline: Instant) -> Result<Box<Answer>, LinkError> {
+        let wanted = request.id;
+        self.session().ask(request)?;
+        loop {
+            if let Event::Answer { id, answer } = self.wait_event(deadline, &mut false)?
+                && id == wanted
+            {
+                return Ok(answer);
+            }
+        }
+    }
+
+    /// Reads until the connection ends, and says why it did; `draining` is told once the worker takes
+    /// no further requests. Whoever waits for an answer then has none.
+    pub fn read(&self, draining: impl Fn()) -> LinkError {
+        let error = self.read_events(draining).err().unwrap_or(LinkError::Ended);
+        self.close();
+        let waiting: Vec<Waiting> = {
+            let mut all = self.waiting();
+            all.ended = true;
+            all.by_id.drain().map(|(_, waiting)| waiting).collect()
+        };
+        waiting.into_iter().for_each(|waiting| waiting.tell(None));
+        error
+    }
+
+    fn read_events(&self, draining: impl Fn()) -> Result<(), LinkError> {
+        let mut buffer = vec![0; READ_BYTES];
+        let mut events = Vec::new();
+        self.stream.set_read_timeout(None).map_err(|error| ended(error.into()))?;
+        loop {
+            let read = match std::io::Read::read(&mut &self.stream, &mut buffer) {
+                Ok(0) => return Ok(()),
+                Ok(read) => read,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => return Err(ended(error.into())),
             };
+            *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+            let received = self.session().receive(&buffer[..read], &mut events);
+            for event in events.drain(..) {
+                match event {
+                    Event::Answer { id, answer } => {
+                        let waiting = self.waiting().by_id.remove(&id);
+                        if let Some(waiting) = waiting {
+                            waiting.tell(Some(answer));
+                        }
+                    }
+                    Event::Draining => draining(),
+                    Event::Joined { .. } | Event::Pong { .. } => {}
+                }
+            }
+            // The next request of version 1, or what explains an error.
+            self.flush(Instant::now() + SEND_TIME)?;
+            received?;
         }
     }
 }

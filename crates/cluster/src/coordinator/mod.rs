@@ -4,14 +4,16 @@
 //! late, nothing), the sum is that of this machine's own experts: outputs are the same bits
 //! wherever they are computed, and the sum is one of integers.
 
-mod fleet;
+mod difference;
+pub mod fleet;
 mod link;
 pub mod placement;
+pub mod step;
+mod threads;
 
-use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -21,29 +23,25 @@ use experts::{
 };
 use numerics::{Compute, combine};
 
+use self::difference::Difference;
 use self::fleet::Fleet;
 pub use self::fleet::{Peer, State, UnknownPlace};
-use self::link::{Link, LinkError};
-use self::placement::{Place, Rule, mix};
-use crate::items::compute_items;
+use self::link::{Reply, Waiting};
+use self::placement::{Rule, mix};
+use self::step::{Action, Step, Wanted};
+use self::threads::{Job, Shared, entropy};
+use crate::identity::{Facts, Holdings};
+use crate::session::coordinator::{Hello, Request};
 use crate::wire::Shape;
-use crate::wire::v1::{ITEMS_MAX, Item, put_item, put_request};
-use crate::worker::shape_of;
+use crate::wire::secure::Key;
+use crate::wire::v2::{Answer, Outputs, Status};
 
-/// Bytes of rows of one request; workers of this program take more.
-const REQUEST_BYTES: u64 = 16 << 20;
-/// Experts that a worker is asked for when it joins, and rows of each.
-const PROBED_EXPERTS: usize = 2;
-const PROBED_ROWS: usize = 3;
 /// Time that opening waits for workers to join.
 const JOIN_TIME: Duration = Duration::from_secs(10);
-/// Time beyond its deadline after which a worker's thread is not waited for.
+/// Time for which ending waits for the threads of the workers.
 const THREAD_TIME: Duration = Duration::from_secs(5);
-/// What an older program in another language must be told to come close.
-const OTHER_PROGRAM: &str = "a worker of the C engine comes close only with --activations f32 \
-    here and IDOT=0 I4S=1 COLI_NO_FUSED_PAIR=1 SPEC_PIN=0 XEXP=0 I4_ACC512=0 I3_AVX512=0 DRAFT=0 \
-    COLI_CUDA=0 COLI_METAL=0 COLI_VULKAN=0 there, and is not used all the same";
-
+/// Steps after which shares are looked at again.
+const REWEIGH_STEPS: u64 = 1024;
 /// How a coordinator is made.
 #[derive(Clone)]
 pub struct CoordinatorOptions {
@@ -55,6 +53,12 @@ pub struct CoordinatorOptions {
     pub audit: u64,
     /// Time for a request to a worker of which nothing is known yet, and least time for any.
     pub request_time: Duration,
+    /// The key of the cluster: with one, nothing passes that is not encrypted.
+    pub key: Option<Key>,
+    /// Whether routing weights are sent along where sums are fewer bytes than outputs.
+    pub partial_sums: bool,
+    /// Whether another worker is asked too when one is late.
+    pub hedge: bool,
     /// Is told when workers come, fail and come back.
     pub notice: Notice,
 }
@@ -71,6 +75,8 @@ pub struct RowCounts {
     pub local: u64,
     /// Here or by another worker, because the first one failed.
     pub failed_over: u64,
+    /// By another worker too, because the first one was late.
+    pub hedged: u64,
     /// Here too, to compare.
     pub audited: u64,
 }
@@ -80,46 +86,40 @@ struct Counters {
     remote: AtomicU64,
     local: AtomicU64,
     failed_over: AtomicU64,
+    hedged: AtomicU64,
     audited: AtomicU64,
+    /// Bytes of requests and answers, as messages have them.
+    bytes: AtomicU64,
+    steps: AtomicU64,
+    /// Ids of requests.
+    ids: AtomicU64,
     /// Draws for the audit so far, from a number that differs from run to run.
     draws: AtomicU64,
     wait_ns: AtomicU64,
 }
 
-struct Shared {
-    options: CoordinatorOptions,
-    shape: Shape,
-    local: Arc<LocalExperts>,
-    compute: Compute,
-    fleet: Mutex<Fleet>,
-    /// A worker has joined or failed to.
-    joined: Condvar,
-    counters: Counters,
+impl Counters {
+    /// An id that no request had before.
+    fn next_id(&self) -> u64 {
+        self.ids.fetch_add(1, Ordering::Relaxed) + 1
+    }
 }
 
-/// A request on its way to a worker's thread.
-struct Job {
-    number: usize,
-    request: Vec<u8>,
-    asked: Vec<(u32, u32)>,
-    deadline: Instant,
-    answers: Sender<Answer>,
+/// A request that was sent.
+struct Sent {
+    id: u64,
+    /// Distinct rows of the batch, where sums were asked for.
+    rows: Vec<u32>,
 }
 
-/// What came of it.
-struct Answer {
-    number: usize,
-    items: Option<Vec<Item>>,
-}
-
-/// A request of the step that is under way.
-struct Asked {
+/// Outputs that have come and are to be added.
+struct Answered {
     worker: usize,
-    /// Places of its experts in the batch.
+    /// Number of the request.
+    number: usize,
+    /// Places of the experts whose outputs count.
     experts: Vec<usize>,
-    /// Workers that failed to answer for them.
-    failed: Vec<usize>,
-    deadline: Instant,
+    answer: Box<Answer>,
 }
 
 /// The experts of a cluster.
@@ -146,24 +146,36 @@ impl Coordinator {
         options: CoordinatorOptions,
     ) -> Result<Coordinator, UnknownPlace> {
         let rules = options.rules.clone();
-        let fleet = Fleet::new(&options.workers, rules, options.request_time)?;
+        let mut fleet = Fleet::new(&options.workers, rules, options.request_time)?;
+        fleet.hedges = options.hedge;
         let count = options.workers.len();
+        let hello = Hello {
+            facts: Facts {
+                isa: compute.isa.level().to_string(),
+                threads: compute.team.threads() as u32,
+                ..Facts::new(config, compute.activations)
+            },
+            holdings: Arc::new(Holdings::of(local.table())),
+            shape: Shape::of(config),
+            key: options.key.clone(),
+        };
         let shared = Arc::new(Shared {
             options,
-            shape: shape_of(config),
+            hello: Arc::new(hello),
             local,
             compute: compute.clone(),
             fleet: Mutex::new(fleet),
+            links: (0..count).map(|_| Mutex::default()).collect(),
             joined: Condvar::new(),
             counters: Counters { draws: AtomicU64::new(entropy()), ..Counters::default() },
         });
         let (mut jobs, mut threads) = (Vec::new(), Vec::new());
         for at in 0..count {
             let (sender, receiver) = channel();
-            let shared_there = shared.clone();
+            let (shared_there, own) = (shared.clone(), sender.clone());
             let spawned = thread::Builder::new()
                 .name(format!("coli-worker-{at}"))
-                .spawn(move || shared_there.run(at, &receiver));
+                .spawn(move || shared_there.run(at, &receiver, &own));
             match spawned {
                 Ok(thread) => threads.push(thread),
                 // Without its thread a worker never joins.
@@ -198,86 +210,96 @@ impl Coordinator {
 
     /// What was computed where.
     pub fn rows(&self) -> RowCounts {
-        let Counters { remote, local, failed_over, audited, .. } = &self.shared.counters;
-        let [remote, local, failed_over, audited] =
-            [remote, local, failed_over, audited].map(|count| count.load(Ordering::Relaxed));
-        RowCounts { remote, local, failed_over, audited }
+        let Counters { remote, local, failed_over, hedged, audited, .. } = &self.shared.counters;
+        let [remote, local, failed_over, hedged, audited] =
+            [remote, local, failed_over, hedged, audited].map(|n| n.load(Ordering::Relaxed));
+        RowCounts { remote, local, failed_over, hedged, audited }
     }
 
-    /// Sends the experts at some places of a batch to a worker, in as many requests as it takes;
-    /// some workers have `failed` for them.
-    fn send(
+    /// Bytes of requests and answers so far, encryption not counted.
+    pub fn wire_bytes(&self) -> u64 {
+        self.shared.counters.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Does what a step says is to be done.
+    fn carry_out(
         &self,
-        batch: &RoutedBatch<'_>,
+        step: &mut Step,
         layer: usize,
-        (worker, experts, failed): (usize, &[usize], &[usize]),
-        asked: &mut Vec<Asked>,
-        answers: &Sender<Answer>,
+        batch: &RoutedBatch<'_>,
+        sent: &mut Vec<Sent>,
+        replies: &Sender<Reply>,
     ) {
-        let shape = self.shared.shape;
-        let hidden = shape.hidden as usize;
-        let row_bytes = (hidden * size_of::<f32>()) as u64;
-        let time = self.shared.fleet().deadline(worker);
-        // Requests to one worker follow each other.
-        let mut deadline = Instant::now();
-        let rows_of = |at: &usize| batch.rows_of(*at).rows.len();
-        let mut rest = experts;
-        while !rest.is_empty() {
-            let (mut count, mut bytes) = (0, 0);
-            while count < rest.len().min(ITEMS_MAX) {
-                bytes += rows_of(&rest[count]) as u64 * row_bytes;
-                if count > 0 && bytes > REQUEST_BYTES {
-                    break;
+        let Shared { hello, counters, options, .. } = &*self.shared;
+        let shape = &hello.shape;
+        for action in step.take_actions() {
+            match action {
+                Action::Ask { number, worker, experts, time } => {
+                    let now = Instant::now();
+                    let id = counters.next_id();
+                    let version = self.shared.fleet().version(worker);
+                    let items = experts.iter().map(|at| batch.rows_of(*at));
+                    let sums = options.partial_sums && is_less_as_sums(items.clone());
+                    let time_ms = u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
+                    let head = (layer as u32, time_ms, sums);
+                    let values = batch.input.values();
+                    let mut request = Request::new(version, shape, id, head, items, values);
+                    let bytes = request.bytes() + request.answer_bytes(shape.hidden);
+                    counters.bytes.fetch_add(bytes, Ordering::Relaxed);
+                    let rows = if sums { std::mem::take(&mut request.rows) } else { Vec::new() };
+                    sent.push(Sent { id, rows });
+                    let waiting = Waiting { number, replies: replies.clone() };
+                    let job = Job::Ask { request, waiting, deadline: now + time };
+                    if let Err(failed) = self.jobs[worker].send(job)
+                        && let Job::Ask { waiting, .. } = failed.0
+                    {
+                        waiting.tell(None);
+                    }
                 }
-                count += 1;
-            }
-            let (experts, after) = rest.split_at(count);
-            rest = after;
-            deadline += time;
-            let mut request = Vec::with_capacity(bytes as usize + 64 * (count + 1));
-            put_request(&mut request, &shape, layer as u32, count);
-            let mut numbers = Vec::with_capacity(count);
-            for at in experts {
-                let ExpertRows { expert, rows, .. } = batch.rows_of(*at);
-                let values = batch.input.values();
-                let row = |row: &u32| &values[*row as usize * hidden..][..hidden];
-                put_item(&mut request, expert, rows.iter().map(row));
-                numbers.push((expert, rows.len() as u32));
-            }
-            let number = asked.len();
-            let job = Job { number, request, asked: numbers, deadline, answers: answers.clone() };
-            asked.push(Asked {
-                worker,
-                experts: experts.to_vec(),
-                failed: failed.to_vec(),
-                deadline,
-            });
-            if self.jobs[worker].send(job).is_err() {
-                let _ = answers.send(Answer { number, items: None });
+                Action::Cancel { number, worker } => {
+                    // Whoever has ended answers nothing in any case.
+                    let _ = self.jobs[worker].send(Job::Cancel(sent[number].id));
+                }
+                Action::Leave { worker, time } => {
+                    let why = format!("it did not answer within {:.1} s", time.as_secs_f64());
+                    self.shared.leave(worker, &why);
+                    self.shared.close(worker);
+                }
             }
         }
     }
 
-    /// Whether every output of an answer can be added: weighted and on the grid.
-    fn add_items(
+    /// Adds what an answer brought, weighted, unless an output leaves the grid.
+    fn add(
         &self,
         batch: &RoutedBatch<'_>,
-        experts: &[usize],
-        items: &[Item],
+        rows: &[u32],
+        asked: &[usize],
+        answered: &Answered,
         sum: &mut [i64],
     ) -> bool {
-        let Shared { compute, shape, .. } = &*self.shared;
-        let hidden = shape.hidden as usize;
-        let rows = |at: &usize| batch.rows_of(*at).rows.len();
-        let total: usize = experts.iter().map(rows).sum();
-        let mut weighted = compute.scratch.zeroed::<i64>(total * hidden);
+        let Shared { compute, hello, .. } = &*self.shared;
+        let hidden = hello.shape.hidden as usize;
+        let mut add_row = |row: u32, added: &[i64]| {
+            let sum = &mut sum[row as usize * hidden..][..hidden];
+            sum.iter_mut().zip(added).for_each(|(sum, added)| *sum = sum.wrapping_add(*added));
+        };
+        let outputs = match &answered.answer.outputs {
+            Outputs::Sums(sums) => {
+                rows.iter()
+                    .zip(sums.chunks_exact(hidden))
+                    .for_each(|(row, sum)| add_row(*row, sum));
+                return true;
+            }
+            Outputs::Rows(outputs) => outputs_of(batch, asked, answered, outputs, hidden),
+        };
+        let total: usize = outputs.iter().map(|(_, outputs)| outputs.len()).sum();
+        let mut weighted = compute.scratch.zeroed::<i64>(total);
         let mut sums = weighted.chunks_exact_mut(hidden);
-        for (at, item) in experts.iter().zip(items) {
-            let of_expert = batch.rows_of(*at);
-            let outputs = item.rows.chunks_exact(hidden);
-            for (row, ((weight, y), sum)) in
-                of_expert.weights.iter().zip(outputs).zip(&mut sums).enumerate()
-            {
+        for (at, outputs) in &outputs {
+            let weights = batch.rows_of(*at).weights.iter();
+            let rows = weights.zip(outputs.chunks_exact(hidden)).zip(&mut sums).enumerate();
+            for (row, ((weight, y), sum)) in rows {
                 // A worker whose outputs leave the grid is not believed; if they are right, this
                 // machine comes to the same and says so.
                 if combine::add_weighted(compute.isa, row, *weight, y, sum).is_err() {
@@ -286,11 +308,9 @@ impl Coordinator {
             }
         }
         let mut added = weighted.chunks_exact(hidden);
-        for at in experts {
-            for (row, added) in batch.rows_of(*at).rows.iter().zip(&mut added) {
-                let sum = &mut sum[*row as usize * hidden..][..hidden];
-                sum.iter_mut().zip(added).for_each(|(sum, added)| *sum = sum.wrapping_add(*added));
-            }
+        for (at, _) in &outputs {
+            let rows = batch.rows_of(*at).rows.iter();
+            rows.zip(&mut added).for_each(|(row, added)| add_row(*row, added));
         }
         true
     }
@@ -300,22 +320,68 @@ impl Coordinator {
         &self,
         batch: &RoutedBatch<'_>,
         layer: usize,
-        experts: &[usize],
-        items: &[Item],
+        rows: &[u32],
+        asked: &[usize],
+        answered: &Answered,
     ) -> Result<Option<Difference>, ExpertError> {
-        let Shared { compute, shape, local, .. } = &*self.shared;
-        let hidden = shape.hidden as usize;
-        let chosen = |expert: u32| experts.iter().any(|at| batch.experts()[*at] == expert);
+        let Shared { compute, hello, local, .. } = &*self.shared;
+        let hidden = hello.shape.hidden as usize;
+        let chosen = |expert: u32| answered.experts.iter().any(|at| batch.experts()[*at] == expert);
         let part = batch.part(&compute.scratch, chosen);
-        let mut difference = None;
-        local.outputs(compute, layer, &part, &mut |rows, outputs| {
-            let item = items.iter().find(|item| item.expert == rows.expert);
-            let theirs = item.map_or(&[][..], |item| &item.rows);
-            let found = Difference::between(layer, rows.expert, theirs, outputs, hidden);
-            difference = difference.take().or(found);
-        })?;
-        Ok(difference)
+        match &answered.answer.outputs {
+            Outputs::Sums(theirs) => {
+                let mut ours = vec![0; batch.input.values().len()];
+                local.compute(compute, layer, &part, &mut ours, &mut || {})?;
+                let differs = |(row, theirs): (&u32, &[i64])| {
+                    ours[*row as usize * hidden..][..hidden] != *theirs
+                };
+                let mut sums = rows.iter().zip(theirs.chunks_exact(hidden));
+                Ok(sums.any(differs).then_some(Difference::Sum { layer }))
+            }
+            Outputs::Rows(outputs) => {
+                let theirs = outputs_of(batch, asked, answered, outputs, hidden);
+                let mut difference = None;
+                local.outputs(compute, layer, &part, &mut |rows, ours| {
+                    let of_expert =
+                        |(at, _): &&(usize, &[f32])| batch.experts()[*at] == rows.expert;
+                    let theirs = theirs.iter().find(of_expert).map_or(&[][..], |found| found.1);
+                    let found = Difference::between(layer, rows.expert, theirs, ours, hidden);
+                    difference = difference.take().or(found);
+                })?;
+                Ok(difference)
+            }
+        }
     }
+}
+
+/// Outputs that count, with the places of their experts.
+fn outputs_of<'a>(
+    batch: &RoutedBatch<'_>,
+    asked: &[usize],
+    answered: &Answered,
+    mut outputs: &'a [f32],
+    hidden: usize,
+) -> Vec<(usize, &'a [f32])> {
+    let mut found = Vec::with_capacity(answered.experts.len());
+    for (at, status) in asked.iter().zip(&answered.answer.statuses) {
+        if *status == Status::Computed {
+            let (of_expert, rest) = outputs.split_at(batch.rows_of(*at).rows.len() * hidden);
+            outputs = rest;
+            if answered.experts.contains(at) {
+                found.push((*at, of_expert));
+            }
+        }
+    }
+    found
+}
+
+/// Whether sums of distinct rows, and the weights for them, are fewer bytes than outputs.
+fn is_less_as_sums<'a>(items: impl Iterator<Item = ExpertRows<'a>> + Clone) -> bool {
+    let mut rows: Vec<u32> = items.flat_map(|item| item.rows).copied().collect();
+    let outputs = rows.len();
+    rows.sort_unstable();
+    rows.dedup();
+    rows.len() * 2 < outputs
 }
 
 impl ExpertBackend for Coordinator {
@@ -327,106 +393,80 @@ impl ExpertBackend for Coordinator {
         sum: &mut [i64],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ExpertError> {
-        let Shared { local, counters, options, .. } = &*self.shared;
+        let Shared { local, counters, options, hello, .. } = &*self.shared;
         let count_of = |experts: &[usize]| {
             experts.iter().map(|at| batch.rows_of(*at).rows.len() as u64).sum::<u64>()
         };
-        let mut shares: Vec<Vec<usize>> = vec![Vec::new(); self.jobs.len()];
-        let mut here: Vec<usize> = Vec::new();
-        let mut order: Vec<usize> = (0..self.jobs.len()).collect();
-        {
-            let fleet = self.shared.fleet();
-            for (at, expert) in batch.experts().iter().enumerate() {
-                match fleet.place(layer, *expert) {
-                    Place::Local => here.push(at),
-                    Place::Worker(worker) => shares[worker].push(at),
-                }
+        let wanted = |of: ExpertRows<'_>| Wanted { expert: of.expert, rows: of.rows.len() as u32 };
+        let row_bytes = u64::from(hello.shape.hidden) * size_of::<f32>() as u64;
+        let steps = counters.steps.fetch_add(1, Ordering::Relaxed) + 1;
+        let mut step = {
+            let mut fleet = self.shared.fleet();
+            if steps.is_multiple_of(REWEIGH_STEPS) {
+                fleet.reweigh();
             }
-            order.sort_by(|a, b| fleet.request_s(*b).total_cmp(&fleet.request_s(*a)));
-        }
-        let (sender, answers) = channel();
-        let mut asked: Vec<Asked> = Vec::new();
-        for worker in order {
-            self.send(batch, layer, (worker, &shares[worker], &[]), &mut asked, &sender);
-        }
-        let is_here =
-            |here: &[usize], expert: u32| here.iter().any(|at| batch.experts()[*at] == expert);
+            Step::new(&fleet, layer, batch.iter().map(wanted).collect(), row_bytes, Instant::now())
+        };
+        let (sender, replies) = channel();
+        let mut sent: Vec<Sent> = Vec::new();
+        self.carry_out(&mut step, layer, batch, &mut sent, &sender);
+        let is_among =
+            |places: &[usize], expert: u32| places.iter().any(|at| batch.experts()[*at] == expert);
+        let here = step.here();
         counters.local.fetch_add(count_of(&here), Ordering::Relaxed);
-        let part = batch.part(&compute.scratch, |expert| is_here(&here, expert));
+        let part = batch.part(&compute.scratch, |expert| is_among(&here, expert));
         local.compute(compute, layer, &part, sum, meanwhile)?;
-        // What workers failed to answer for and no other will.
-        let mut left_over: Vec<usize> = Vec::new();
         // Answers are added when all have come: a worker that is found wrong meanwhile is not
         // believed in anything.
-        let mut answered: Vec<(usize, Vec<usize>, Vec<Item>)> = Vec::new();
-        let mut done = 0;
-        while done < asked.len() {
+        let mut answers: Vec<Answered> = Vec::new();
+        while !step.is_done() {
             let started = Instant::now();
-            let open = asked.iter().map(|asked| asked.deadline).max();
-            let latest = open.unwrap_or(started) + THREAD_TIME;
-            let answer = answers.recv_timeout(latest.saturating_duration_since(started));
+            let left = step.next_time().map_or(THREAD_TIME, |at| at.duration_since(started));
+            let reply = replies.recv_timeout(left);
             counters.wait_ns.fetch_add(started.elapsed().as_nanos() as u64, Ordering::Relaxed);
-            let Ok(Answer { number, items }) = answer else {
-                // No thread is late by so much: what is open is computed here, and those who have
-                // it are left.
-                for open in asked.iter().filter(|open| !open.experts.is_empty()) {
-                    left_over.extend(&open.experts);
-                    self.shared.leave(open.worker, "its thread does not answer");
+            let now = Instant::now();
+            match reply {
+                Ok(Reply { number, answer: Some(answer) }) => {
+                    let experts = {
+                        let mut fleet = self.shared.fleet();
+                        step.answered(&mut fleet, number, &answer.statuses, now)
+                    };
+                    let worker = step.worker_of(number);
+                    let answered = Answered { worker, number, experts, answer };
+                    self.accept(&mut step, layer, batch, &sent, answered, &mut answers)?;
                 }
-                break;
-            };
-            done += 1;
-            let Asked { worker, experts, .. } = &mut asked[number];
-            let (worker, experts) = (*worker, std::mem::take(experts));
-            let rows = count_of(&experts);
-            if let Some(items) = items {
-                // No worker can foresee which of its answers are compared.
-                let draw = mix(counters.draws.fetch_add(1, Ordering::Relaxed));
-                if options.audit > 0 && draw.is_multiple_of(options.audit) {
-                    counters.audited.fetch_add(rows, Ordering::Relaxed);
-                    if let Some(difference) = self.difference(batch, layer, &experts, &items)? {
-                        self.shared.quarantine(worker, &difference.to_string());
-                    }
+                Ok(Reply { number, answer: None }) => {
+                    step.failed(&self.shared.fleet(), number, now);
                 }
-                answered.push((worker, experts, items));
-                continue;
+                Err(_) => step.time_passed(&self.shared.fleet(), now),
             }
-            counters.failed_over.fetch_add(rows, Ordering::Relaxed);
-            let mut failed = std::mem::take(&mut asked[number].failed);
-            failed.push(worker);
-            let mut others: Vec<Vec<usize>> = vec![Vec::new(); self.jobs.len()];
-            for at in experts {
-                let expert = batch.experts()[at];
-                match self.shared.fleet().other_place(layer, expert, &failed) {
-                    Place::Local => left_over.push(at),
-                    Place::Worker(other) => others[other].push(at),
-                }
-            }
-            for (worker, experts) in others.into_iter().enumerate() {
-                self.send(batch, layer, (worker, &experts, &failed), &mut asked, &sender);
-            }
+            self.carry_out(&mut step, layer, batch, &mut sent, &sender);
         }
         let mut disbelieved: Vec<usize> = Vec::new();
-        for (worker, experts, items) in answered {
-            let rows = count_of(&experts);
-            let is_wrong = self.shared.fleet().peers()[worker].state == State::Quarantined;
-            if !is_wrong && self.add_items(batch, &experts, &items, sum) {
-                counters.remote.fetch_add(rows, Ordering::Relaxed);
+        for answered in answers {
+            let Answered { worker, number, experts, .. } = &answered;
+            let is_wrong = self.shared.fleet().peers()[*worker].state == State::Quarantined;
+            let (rows, asked) = (&sent[*number].rows, step.experts_of(*number));
+            if !is_wrong && self.add(batch, rows, asked, &answered, sum) {
+                counters.remote.fetch_add(count_of(experts), Ordering::Relaxed);
             } else {
-                counters.failed_over.fetch_add(rows, Ordering::Relaxed);
-                left_over.extend(experts);
-                disbelieved.extend((!is_wrong).then_some(worker));
+                disbelieved.extend((!is_wrong).then_some(*worker));
+                step.disbelieve(experts);
             }
         }
+        let left_over = step.left_over();
         if !left_over.is_empty() {
-            let part = batch.part(&compute.scratch, |expert| is_here(&left_over, expert));
+            let part = batch.part(&compute.scratch, |expert| is_among(&left_over, expert));
             local.compute(compute, layer, &part, sum, &mut || {})?;
         }
+        counters.failed_over.fetch_add(step.failed_rows, Ordering::Relaxed);
+        counters.hedged.fetch_add(step.hedged_rows, Ordering::Relaxed);
         // This machine's own outputs were within the range of the sum.
         for worker in disbelieved {
             let why = format!("an output of layer {layer} is beyond the range of the sum");
             self.shared.quarantine(worker, &why);
         }
+        debug_assert!(options.workers.len() == self.jobs.len());
         Ok(())
     }
 
@@ -442,9 +482,51 @@ impl ExpertBackend for Coordinator {
     }
 }
 
+impl Coordinator {
+    /// Keeps an answer to be added, and compares it with this machine's own when it is drawn for that.
+    fn accept(
+        &self,
+        step: &mut Step,
+        layer: usize,
+        batch: &RoutedBatch<'_>,
+        sent: &[Sent],
+        answered: Answered,
+        answers: &mut Vec<Answered>,
+    ) -> Result<(), ExpertError> {
+        let Shared { counters, options, .. } = &*self.shared;
+        if answered.experts.is_empty() {
+            return Ok(());
+        }
+        let computed =
+            answered.answer.statuses.iter().filter(|status| **status == Status::Computed).count();
+        let is_sum = matches!(answered.answer.outputs, Outputs::Sums(_));
+        if is_sum && computed != answered.experts.len() {
+            // Another answer has had a part of what is added up here.
+            step.disbelieve(&answered.experts);
+            return Ok(());
+        }
+        // No worker can foresee which of its answers are compared.
+        let draw = mix(counters.draws.fetch_add(1, Ordering::Relaxed));
+        if options.audit > 0 && draw.is_multiple_of(options.audit) {
+            let rows = answered.experts.iter().map(|at| batch.rows_of(*at).rows.len() as u64);
+            counters.audited.fetch_add(rows.sum(), Ordering::Relaxed);
+            let (rows, asked) = (&sent[answered.number].rows, step.experts_of(answered.number));
+            let found = self.difference(batch, layer, rows, asked, &answered)?;
+            if let Some(difference) = found {
+                self.shared.quarantine(answered.worker, &difference.to_string());
+            }
+        }
+        answers.push(answered);
+        Ok(())
+    }
+}
+
 impl Drop for Coordinator {
     fn drop(&mut self) {
-        self.jobs.clear();
+        for jobs in self.jobs.drain(..) {
+            // One that has ended needs no telling.
+            let _ = jobs.send(Job::Stop);
+        }
         let deadline = Instant::now() + THREAD_TIME;
         for thread in self.threads.drain(..) {
             // One that waits for a worker's answer is not waited for.
@@ -456,199 +538,4 @@ impl Drop for Coordinator {
             }
         }
     }
-}
-
-/// An output that is not this machine's.
-#[derive(Clone, Copy, Debug)]
-struct Difference {
-    layer: usize,
-    expert: u32,
-    /// Largest over the rows of the largest difference over the largest number.
-    relative: f64,
-}
-
-impl fmt::Display for Difference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Difference { layer, expert, relative } = self;
-        write!(
-            f,
-            "its output of layer {layer}, expert {expert} differs from this machine's by \
-             {relative:.1e} of its size"
-        )
-    }
-}
-
-impl Difference {
-    fn between(
-        layer: usize,
-        expert: u32,
-        theirs: &[f32],
-        ours: &[f32],
-        hidden: usize,
-    ) -> Option<Difference> {
-        let same = theirs.len() == ours.len()
-            && theirs.iter().zip(ours).all(|(a, b)| a.to_bits() == b.to_bits());
-        if same {
-            return None;
-        }
-        let largest = |values: &mut dyn Iterator<Item = f64>| values.fold(0.0, f64::max);
-        let of_row = |(theirs, ours): (&[f32], &[f32])| {
-            let mut apart = theirs.iter().zip(ours).map(|(a, b)| f64::from(a - b).abs());
-            let mut size = ours.iter().map(|b| f64::from(b.abs()));
-            largest(&mut apart) / largest(&mut size).max(f64::MIN_POSITIVE)
-        };
-        let rows = theirs.chunks_exact(hidden).zip(ours.chunks_exact(hidden));
-        let relative = largest(&mut rows.map(of_row));
-        Some(Difference { layer, expert, relative })
-    }
-}
-
-/// Why a worker did not join.
-enum Refused {
-    Link(LinkError),
-    Wrong(Difference),
-    Here(ExpertError),
-}
-
-impl Shared {
-    fn fleet(&self) -> MutexGuard<'_, Fleet> {
-        self.fleet.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn name(&self, at: usize) -> &str {
-        &self.options.workers[at]
-    }
-
-    /// A worker failed: says so once, and when it is tried again.
-    fn leave(&self, at: usize, why: &str) -> Instant {
-        let (retry_at, news) = self.fleet().failed(at, Instant::now());
-        self.joined.notify_all();
-        if news {
-            let name = self.name(at);
-            (self.options.notice)(&format!(
-                "worker {name}: {why}; its experts are computed elsewhere until it answers rightly"
-            ));
-        }
-        retry_at
-    }
-
-    fn quarantine(&self, at: usize, why: &str) {
-        let news = self.fleet().quarantine(at);
-        self.joined.notify_all();
-        if news {
-            (self.options.notice)(&format!(
-                "worker {} is not used any more: {why}; both must have the same model and the same \
-                 --activations, {} here ({OTHER_PROGRAM})",
-                self.name(at),
-                self.compute.activations
-            ));
-        }
-    }
-
-    /// The thread of one worker: connects, asks, and tries again after failures.
-    fn run(&self, at: usize, jobs: &Receiver<Job>) {
-        let mut link: Option<Link> = None;
-        let mut retry_at = Some(Instant::now());
-        loop {
-            if link.is_none() && retry_at.is_some_and(|at| at <= Instant::now()) {
-                match self.join(at) {
-                    Ok(joined) if self.fleet().ready(at) => {
-                        link = Some(joined);
-                        self.joined.notify_all();
-                        (self.options.notice)(&format!("worker {} is ready", self.name(at)));
-                    }
-                    Ok(_) => retry_at = None,
-                    Err(Refused::Wrong(difference)) => {
-                        self.quarantine(at, &difference.to_string());
-                        retry_at = None;
-                    }
-                    Err(Refused::Link(error)) => {
-                        retry_at = Some(self.leave(at, &error.to_string()));
-                    }
-                    Err(Refused::Here(error)) => {
-                        let why = format!("its outputs cannot be compared: {error}");
-                        retry_at = Some(self.leave(at, &why));
-                    }
-                }
-            }
-            let job = match retry_at.filter(|_| link.is_none()) {
-                None => jobs.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                Some(at) => jobs.recv_timeout(at.saturating_duration_since(Instant::now())),
-            };
-            let job = match job {
-                Ok(job) => job,
-                Err(RecvTimeoutError::Timeout) => continue,
-                Err(RecvTimeoutError::Disconnected) => return,
-            };
-            let started = Instant::now();
-            let asked = link
-                .as_mut()
-                .map(|link| link.ask(self.shape, &job.request, &job.asked, job.deadline));
-            let items = match asked {
-                Some(Ok(items)) => {
-                    let rows = job.asked.iter().map(|(_, rows)| u64::from(*rows)).sum();
-                    self.fleet().answered(at, rows, started.elapsed());
-                    Some(items)
-                }
-                Some(Err(error)) => {
-                    link = None;
-                    retry_at = Some(self.leave(at, &error.to_string()));
-                    None
-                }
-                None => None,
-            };
-            // A worker that was found wrong meanwhile is left.
-            if self.fleet().peers()[at].state == State::Quarantined {
-                (link, retry_at) = (None, None);
-            }
-            let _ = job.answers.send(Answer { number: job.number, items });
-        }
-    }
-
-    /// Connects to a worker and compares some of its outputs.
-    fn join(&self, at: usize) -> Result<Link, Refused> {
-        let mut link = Link::connect(self.name(at)).map_err(Refused::Link)?;
-        let hidden = self.shape.hidden as usize;
-        // Experts that it would get, and rows, that nobody can foresee.
-        let mut noise = mix(u64::from(std::process::id()) ^ entropy());
-        let mut next = || {
-            noise = mix(noise);
-            noise
-        };
-        let mine: Vec<(u32, u32)> = {
-            let fleet = self.fleet();
-            let keys = self.local.table().keys();
-            keys.filter(|(layer, expert)| fleet.belongs(at, *layer as usize, *expert)).collect()
-        };
-        for _ in 0..PROBED_EXPERTS.min(mine.len()) {
-            let (layer, expert) = mine[(next() % mine.len() as u64) as usize];
-            // Between -1 and 1.
-            let mut value = || (next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
-            let rows: Vec<f32> = (0..PROBED_ROWS * hidden).map(|_| value()).collect();
-            let mut request = Vec::new();
-            put_request(&mut request, &self.shape, layer, 1);
-            put_item(&mut request, expert, rows.chunks_exact(hidden));
-            let deadline = Instant::now() + self.fleet().deadline(at);
-            let asked = [(expert, PROBED_ROWS as u32)];
-            let theirs = link.ask(self.shape, &request, &asked, deadline).map_err(Refused::Link)?;
-            let mut ours = vec![0.0; rows.len()];
-            let items = [Item { expert, rows }];
-            let (compute, layer) = (&self.compute, layer as usize);
-            compute_items(&self.local, compute, self.shape, layer, &items, &mut |row, output| {
-                ours[row * hidden..][..hidden].copy_from_slice(output);
-            })
-            .map_err(Refused::Here)?;
-            let found = Difference::between(layer, expert, &theirs[0].rows, &ours, hidden);
-            if let Some(difference) = found {
-                return Err(Refused::Wrong(difference));
-            }
-        }
-        Ok(link)
-    }
-}
-
-/// A number that differs from run to run.
-fn entropy() -> u64 {
-    use std::hash::{BuildHasher, Hasher, RandomState};
-    RandomState::new().build_hasher().finish()
 }

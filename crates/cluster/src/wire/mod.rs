@@ -5,7 +5,11 @@
 //! that came, never with what a header claims.
 
 mod incoming;
+pub mod secure;
 pub mod v1;
+pub mod v2;
+
+use container::Config;
 
 pub(crate) use incoming::put_floats_at;
 
@@ -23,6 +27,18 @@ pub struct Shape {
     pub layers: u32,
     /// Experts per layer.
     pub experts: u32,
+}
+
+impl Shape {
+    /// The shape that messages about a model must have.
+    pub fn of(config: &Config) -> Shape {
+        Shape {
+            hidden: config.hidden_size as u32,
+            intermediate: config.moe.expert_intermediate as u32,
+            layers: config.all_layers() as u32,
+            experts: config.moe.experts as u32,
+        }
+    }
 }
 
 /// Bytes that are not a message of this model. The connection ends: where the next message would
@@ -70,6 +86,28 @@ pub enum WireError {
     Budget {
         /// Most bytes of rows.
         budget_bytes: u64,
+    },
+    /// A frame that is longer than any of its kind.
+    #[error("a frame {kind:?} of {bytes} bytes; at most {most} are taken now")]
+    Frame {
+        /// Its kind.
+        kind: v2::Kind,
+        /// Its length.
+        bytes: u32,
+        /// Most that are taken.
+        most: u64,
+    },
+    /// A frame that contradicts itself.
+    #[error("{what}")]
+    Malformed {
+        /// How.
+        what: &'static str,
+    },
+    /// A frame at the wrong time.
+    #[error("a frame {kind:?} is out of order")]
+    Order {
+        /// Its kind.
+        kind: v2::Kind,
     },
     /// A reply to something else.
     #[error("item {item} answers for {field} {found}, asked was {wanted}")]

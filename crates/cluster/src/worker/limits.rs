@@ -17,8 +17,8 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Bytes of a request that need no permission.
-    pub const FREE_BYTES: u64 = 256 << 10;
+    /// Bytes of a request, and of its answer, that need no permission.
+    pub const FREE_BYTES: u64 = 64 << 10;
     /// Bytes per second that a request must come with at least, and a reply be taken with.
     pub const RATE_MIN: u64 = 1 << 20;
 
@@ -32,11 +32,13 @@ impl Limits {
         }
     }
 
-    /// Most bytes of requests that are held at a time: those that come, and the one computed.
+    /// Most bytes of requests and answers that are held at a time.
     pub fn held_bytes(&self) -> u64 {
-        // A list that grows has room for twice what came.
-        let free = self.connections as u64 * Limits::FREE_BYTES * 2;
-        free + self.large_requests as u64 * self.request_bytes * 2
+        // Of a connection one request comes, into a list that has room for twice as much, one is
+        // read and waits, one is next, one is computed, and an answer leaves.
+        let free = self.connections as u64 * Limits::FREE_BYTES * 6;
+        // A request and its answer, one of them as it was before it was encrypted or read.
+        free + self.large_requests as u64 * self.request_bytes * 3
     }
 
     /// Time for `bytes`.

@@ -6,10 +6,12 @@ mod server;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use container::{Config, Model};
-use experts::{ExpertError, LocalExperts};
-use numerics::Compute;
+use container::Config;
+use experts::{ExpertBackend, ExpertError, ExpertRows, LocalExperts, RoutedBatch};
+use formats::Input;
+use numerics::function;
 use smallvec::SmallVec;
 
 pub use limits::Limits;
@@ -17,18 +19,10 @@ pub use open::{OpenError, Opened, WorkerOptions, open};
 pub use server::{Server, Stop};
 
 use crate::items::compute_items;
+use crate::session::worker::Welcome;
 use crate::wire::v1::{self, Request};
+use crate::wire::v2::{Answer, Compute, Outputs, Status};
 use crate::wire::{Shape, put_floats_at};
-
-/// The shape that messages about a model must have.
-pub fn shape_of(config: &Config) -> Shape {
-    Shape {
-        hidden: config.hidden_size as u32,
-        intermediate: config.moe.expert_intermediate as u32,
-        layers: config.all_layers() as u32,
-        experts: config.moe.experts as u32,
-    }
-}
 
 /// What a worker did so far.
 #[derive(Debug, Default)]
@@ -58,17 +52,24 @@ pub struct Counts {
 /// Computes routed experts, one request at a time, in the order in which they came.
 pub struct Worker {
     experts: LocalExperts,
-    compute: Compute,
+    compute: numerics::Compute,
     shape: Shape,
+    welcome: Welcome,
     turns: Turns,
     counters: Counters,
 }
 
 impl Worker {
-    /// A worker for a model, with those of its experts that `experts` holds.
-    pub fn new(model: &Model, experts: LocalExperts, compute: Compute) -> Worker {
-        let shape = shape_of(&model.config);
-        Worker { experts, compute, shape, turns: Turns::default(), counters: Counters::default() }
+    /// A worker with the experts that `experts` holds, which tells its peers `welcome`.
+    pub fn new(experts: LocalExperts, compute: numerics::Compute, welcome: Welcome) -> Worker {
+        let shape = welcome.shape;
+        let (turns, counters) = Default::default();
+        Worker { experts, compute, shape, welcome, turns, counters }
+    }
+
+    /// What it tells its peers.
+    pub fn welcome(&self) -> &Welcome {
+        &self.welcome
     }
 
     /// The shape of messages.
@@ -120,6 +121,86 @@ impl Worker {
         (reply, computed.map(|_| ()))
     }
 
+    /// Computes a request of version 2 that came at `arrived`, as far as it can be; nothing of it unless
+    /// `is_wanted` still says so when its turn comes.
+    pub fn answer(
+        &self,
+        request: &Compute,
+        arrived: Instant,
+        is_wanted: impl Fn() -> bool,
+    ) -> Answer {
+        let _turn = self.turns.take();
+        let begun = Instant::now();
+        let waited = begun.duration_since(arrived);
+        let late = request.deadline_ms > 0 && waited.as_millis() > request.deadline_ms.into();
+        let table = self.experts.table();
+        let status = |(expert, _): &(u32, u32)| match table.get((request.layer, *expert)) {
+            _ if !is_wanted() => Status::Cancelled,
+            _ if late => Status::Deadline,
+            None => Status::Missing,
+            Some(_) => Status::Computed,
+        };
+        let mut statuses: Vec<Status> = request.experts.iter().map(status).collect();
+        let outputs = loop {
+            match self.outputs(request, &statuses) {
+                Ok(outputs) => break outputs,
+                // The others are computed without it.
+                Err((expert, status)) => {
+                    let at = request.experts.iter().position(|(of, _)| *of == expert);
+                    at.into_iter().for_each(|at| statuses[at] = status);
+                }
+            }
+        };
+        let rows = (0..statuses.len()).filter(|at| statuses[*at] == Status::Computed);
+        let rows: usize = rows.map(|at| request.item(at).1.len()).sum();
+        let failed = statuses.iter().any(|status| *status != Status::Computed);
+        let counter = if failed { &self.counters.failed } else { &self.counters.requests };
+        counter.fetch_add(1, Ordering::Relaxed);
+        self.counters.rows.fetch_add(rows as u64, Ordering::Relaxed);
+        let micros = |time: Duration| u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+        let (waited_us, computed_us) = (micros(waited), micros(begun.elapsed()));
+        Answer { waited_us, computed_us, statuses, outputs }
+    }
+
+    /// Outputs of those experts of a request whose status says that they are to be computed, or the
+    /// first that cannot be.
+    fn outputs(&self, request: &Compute, statuses: &[Status]) -> Result<Outputs, (u32, Status)> {
+        let Worker { experts, compute, shape, .. } = self;
+        let (hidden, layer) = (shape.hidden as usize, request.layer as usize);
+        let wanted = (0..statuses.len()).filter(|at| statuses[*at] == Status::Computed);
+        if let Some(at) = function::first_non_finite(compute.isa, &request.values) {
+            let row = (at / hidden) as u16;
+            let has = |at: &usize| request.item(*at).1.contains(&row);
+            if let Some(at) = wanted.clone().find(has) {
+                return Err((request.item(at).0, Status::Numeric));
+            }
+        }
+        let input = Input::new("rows of the request", &request.values[..], hidden);
+        let items = wanted.map(|at| request.item(at));
+        let batch = RoutedBatch::of(&compute.scratch, &input, items.clone());
+        if request.sums {
+            let any = !batch.experts().is_empty();
+            let mut sums = vec![0; if any { request.values.len() } else { 0 }];
+            let computed = experts.compute(compute, layer, &batch, &mut sums, &mut || {});
+            return computed.map(|()| Outputs::Sums(sums)).map_err(status_of);
+        }
+        let total: usize = items.clone().map(|(_, rows, _)| rows.len()).sum();
+        let mut outputs = vec![0.0; total * hidden];
+        // Where each expert's outputs go.
+        let mut starts: SmallVec<[(u32, usize); 16]> = SmallVec::new();
+        let mut end = 0;
+        for (expert, rows, _) in items {
+            starts.push((expert, end));
+            end += rows.len() * hidden;
+        }
+        let deliver = &mut |rows: &ExpertRows<'_>, of_expert: &[f32]| {
+            let at = starts.partition_point(|(expert, _)| *expert < rows.expert);
+            outputs[starts[at].1..][..of_expert.len()].copy_from_slice(of_expert);
+        };
+        experts.outputs(compute, layer, &batch, deliver).map_err(status_of)?;
+        Ok(Outputs::Rows(outputs))
+    }
+
     fn compute_into(&self, request: &Request, reply: &mut Vec<u8>) -> Result<u64, ExpertError> {
         let row_bytes = self.shape.hidden as usize * size_of::<f32>();
         // Where in the reply each row's output goes.
@@ -139,6 +220,15 @@ impl Worker {
         };
         compute_items(&self.experts, &self.compute, shape, layer, &request.items, deliver)?;
         Ok(places.len() as u64)
+    }
+}
+
+/// Which expert an error names, and what it says of it.
+fn status_of(error: ExpertError) -> (u32, Status) {
+    match error {
+        ExpertError::Load { expert, .. } => (expert, Status::Unreadable),
+        ExpertError::NotHeld { expert, .. } => (expert, Status::Missing),
+        ExpertError::Numeric { expert, .. } => (expert, Status::Numeric),
     }
 }
 

@@ -14,6 +14,10 @@ use experts::{
 use numerics::Compute;
 
 use super::{Limits, Worker};
+use crate::identity::{Facts, Holdings, greeting};
+use crate::session::worker::Welcome;
+use crate::wire::Shape;
+use crate::wire::secure::Policy;
 
 /// Share of the ceiling that one request's rows may have, and the most that they need: half of a
 /// prefill step of 512 rows to 8 experts of the widest models.
@@ -36,6 +40,8 @@ pub struct WorkerOptions {
     pub io: Option<IoMode>,
     /// Most bytes of experts read per second.
     pub read_limit: Option<u64>,
+    /// The key, and whether peers without one are taken.
+    pub policy: Policy,
 }
 
 /// Why a worker could not be opened. Every variant means unusable input or options.
@@ -85,7 +91,7 @@ pub enum OpenError {
 pub struct Opened {
     /// The worker.
     pub worker: Worker,
-    /// What it takes from its peers.
+    /// What it takes from them.
     pub limits: Limits,
     /// How it reads.
     pub io: IoMode,
@@ -151,8 +157,24 @@ pub fn open(options: &WorkerOptions, compute: Compute) -> Result<Opened, OpenErr
         LocalExperts::new(store, &ledger, local)?
     };
     let cache_bytes = local.capacity_bytes();
+    let holdings = Holdings::of(local.table());
+    let facts = Facts {
+        isa: compute.isa.level().to_string(),
+        threads: compute.team.threads() as u32,
+        ram_bytes: options.ram_bytes,
+        cache_bytes,
+        request_bytes: limits.request_bytes,
+        ..Facts::new(&model.config, compute.activations)
+    };
+    let welcome = Welcome {
+        greeting: greeting(&facts, &holdings),
+        facts,
+        shape: Shape::of(&model.config),
+        request_bytes: limits.request_bytes,
+        policy: options.policy.clone(),
+    };
     Ok(Opened {
-        worker: Worker::new(&model, local, compute),
+        worker: Worker::new(local, compute, welcome),
         limits,
         io: if asked == IoMode::Mmap { asked } else { opened.mode },
         fallback: opened.fallback,

@@ -1,52 +1,98 @@
-//! A worker's TCP server: a thread per connection, each with deadlines from the first byte of a
-//! request to the last of its reply. Between requests a connection may rest as long as it likes;
-//! the system finds out when its peer is gone.
+//! A worker's TCP server: a thread per connection that reads, and one that computes what a peer of
+//! version 2 asks while further messages come. Every message has a deadline from its first byte to its
+//! last; between messages a connection may rest as long as it likes, and the system finds out when
+//! its peer is gone.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, ErrorKind, Read};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use experts::Notice;
+use experts::{ExpertBackend, Notice};
 
 use super::limits::{Limits, Permit, Permits};
 use super::{Counters, Worker};
+use crate::session::SessionError;
+use crate::session::worker::{Welcome, Wish, WorkerSession};
 use crate::tcp::{self, TcpError};
-use crate::wire::WireError;
-use crate::wire::v1::RequestReader;
+use crate::wire::v2::{Answer, Asked, Compute, Load, Outputs, Status};
 
 /// Bytes read from a socket at once.
 const READ_BYTES: usize = 64 << 10;
 /// Pause after a connection could not be accepted, such as for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Time within which a connection must say something at all.
+const FIRST_TIME: Duration = Duration::from_secs(60);
+/// Time for telling a peer that the worker ends.
+const DRAIN_TIME: Duration = Duration::from_secs(1);
 
 /// Why a connection ended, if not by its peer between requests.
 #[derive(Debug, thiserror::Error)]
 enum End {
     #[error(transparent)]
-    Wire(#[from] WireError),
+    Session(#[from] SessionError),
     #[error(transparent)]
     Tcp(#[from] TcpError),
     #[error("others send large requests; it was not taken in time")]
     Busy,
-    #[error("it sent a request before the last one was answered")]
-    Early,
     #[error("its request failed: {0}")]
     Failed(experts::ExpertError),
 }
 
+/// A connection, for whoever reads from it and whoever writes to it.
+struct Connection {
+    stream: TcpStream,
+    session: Mutex<WorkerSession>,
+    /// Held while bytes are taken from the session and written: they leave in order.
+    writing: Mutex<()>,
+    /// Requests whose answers are not wanted any more.
+    cancelled: Mutex<HashSet<u64>>,
+    /// Requests that wait or are computed.
+    open_requests: AtomicU32,
+}
+
+impl Connection {
+    fn new(stream: TcpStream, welcome: Arc<Welcome>) -> Connection {
+        Connection {
+            stream,
+            session: Mutex::new(WorkerSession::new(welcome)),
+            writing: Mutex::default(),
+            cancelled: Mutex::default(),
+            open_requests: AtomicU32::new(0),
+        }
+    }
+
+    fn session(&self) -> MutexGuard<'_, WorkerSession> {
+        self.session.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn cancelled(&self) -> MutexGuard<'_, HashSet<u64>> {
+        self.cancelled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes whatever the session has to say, within a second per [`Limits::RATE_MIN`] more than
+    /// `time`.
+    fn flush(&self, time: impl Fn(u64) -> Duration) -> Result<(), TcpError> {
+        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = self.session().take_outgoing();
+        tcp::write_until(&self.stream, &bytes, Instant::now() + time(bytes.len() as u64))
+    }
+}
+
 /// A connection that is open.
 struct Open {
-    stream: TcpStream,
+    connection: Arc<Connection>,
     /// Whether a request is coming, computed or answered.
     in_request: bool,
 }
 
 struct Shared {
     worker: Worker,
+    welcome: Arc<Welcome>,
     limits: Limits,
     permits: Permits,
     open: Mutex<HashMap<u64, Open>>,
@@ -70,9 +116,16 @@ impl Stop {
     /// that have begun to come are still answered.
     pub fn stop(&self) {
         self.0.stopping.store(true, Ordering::SeqCst);
-        for open in self.0.open().values().filter(|open| !open.in_request) {
-            // One that has just got a request can still answer it.
-            let _ = open.stream.shutdown(Shutdown::Read);
+        let open: Vec<(Arc<Connection>, bool)> =
+            self.0.open().values().map(|open| (open.connection.clone(), open.in_request)).collect();
+        for (connection, in_request) in open {
+            // Whoever cannot be told finds out.
+            let _ = connection.session().drain();
+            let _ = connection.flush(|_| DRAIN_TIME);
+            if !in_request {
+                // One that has just got a request can still answer it.
+                let _ = connection.stream.shutdown(Shutdown::Read);
+            }
         }
         // Whoever waits for a connection gets one.
         let _ = TcpStream::connect_timeout(&self.0.address, Duration::from_secs(1));
@@ -88,12 +141,24 @@ impl Shared {
         &self.worker.counters
     }
 
+    fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::SeqCst)
+    }
+
     /// Notes whether a connection is in a request; false when it must end now.
     fn set_in_request(&self, id: u64, in_request: bool) -> bool {
         if let Some(open) = self.open().get_mut(&id) {
             open.in_request = in_request;
         }
-        in_request || !self.stopping.load(Ordering::SeqCst)
+        in_request || !self.is_stopping()
+    }
+
+    fn load(&self, connection: &Connection) -> Load {
+        Load {
+            waiting: connection.open_requests.load(Ordering::Relaxed),
+            rows: self.counters().rows.load(Ordering::Relaxed),
+            cached_bytes: self.worker.experts().stats().cached_bytes,
+        }
     }
 }
 
@@ -113,6 +178,10 @@ impl Server {
             });
         }
         let shared = Shared {
+            welcome: Arc::new(Welcome {
+                request_bytes: limits.request_bytes,
+                ..worker.welcome().clone()
+            }),
             worker,
             limits,
             permits: Permits::new(limits.large_requests),
@@ -162,20 +231,17 @@ impl Server {
                     refuse(&format!("{} connections are open", self.shared.limits.connections));
                     continue;
                 }
-                let entry = tcp::prepare(&stream).and_then(|()| stream.try_clone());
-                match entry {
-                    Ok(stream) => {
-                        self.shared.open().insert(id, Open { stream, in_request: false });
-                    }
-                    Err(error) => {
-                        refuse(&error.to_string());
-                        continue;
-                    }
+                if let Err(error) = tcp::prepare(&stream) {
+                    refuse(&error.to_string());
+                    continue;
                 }
+                let connection = Arc::new(Connection::new(stream, self.shared.welcome.clone()));
+                let entry = Open { connection: connection.clone(), in_request: false };
+                self.shared.open().insert(id, entry);
                 let shared = &*self.shared;
                 let spawned = thread::Builder::new()
                     .name("coli-peer".to_owned())
-                    .spawn_scoped(scope, move || serve(shared, id, stream, peer));
+                    .spawn_scoped(scope, move || serve(shared, id, &connection, peer));
                 if let Err(error) = spawned {
                     self.shared.open().remove(&id);
                     refuse(&error.to_string());
@@ -186,8 +252,19 @@ impl Server {
 }
 
 /// One connection from its first byte to its last.
-fn serve(shared: &Shared, id: u64, stream: TcpStream, peer: SocketAddr) {
-    let ended = requests(shared, id, &stream);
+fn serve(shared: &Shared, id: u64, connection: &Connection, peer: SocketAddr) {
+    let ended = thread::scope(|scope| {
+        let (jobs, queue) = sync_channel(1);
+        let mut peer = Peer { shared, id, connection, jobs: Some(jobs), queue: Some(queue) };
+        let ended = peer.read(|queue| {
+            let compute = move || compute(shared, id, connection, &queue);
+            let name = "coli-peer-compute".to_owned();
+            thread::Builder::new().name(name).spawn_scoped(scope, compute).map(|_| ())
+        });
+        // What has been asked is still answered where that is possible.
+        peer.jobs = None;
+        ended
+    });
     shared.open().remove(&id);
     if let Err(why) = ended {
         if !matches!(why, End::Failed(_)) {
@@ -195,45 +272,176 @@ fn serve(shared: &Shared, id: u64, stream: TcpStream, peer: SocketAddr) {
         }
         (shared.notice)(&format!("the connection with {peer} ends: {why}"));
     }
-    let _ = stream.shutdown(Shutdown::Both);
+    let _ = connection.stream.shutdown(Shutdown::Both);
 }
 
-fn requests(shared: &Shared, id: u64, mut stream: &TcpStream) -> Result<(), End> {
-    let Shared { worker, limits, .. } = shared;
-    let mut reader = RequestReader::new(worker.shape(), limits.request_bytes);
-    let mut buffer = vec![0; READ_BYTES];
-    while shared.set_in_request(id, false) {
-        stream.set_read_timeout(None).map_err(TcpError::Io)?;
-        let first = match stream.read(&mut buffer) {
-            Ok(0) => return Ok(()),
-            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-            // Closed while it rested, by its peer or by the end of the server.
-            Err(_) => return Ok(()),
-            Ok(first) => first,
-        };
-        shared.set_in_request(id, true);
-        let started = Instant::now();
-        let mut permit: Option<Permit<'_>> = None;
-        let (mut have, mut came) = (first, first as u64);
-        let request = loop {
-            let mut input = &buffer[..have];
-            if let Some(request) = reader.take(&mut input)? {
-                if !input.is_empty() {
-                    return Err(End::Early);
+/// A request of version 2 on its way to being computed.
+struct Job<'a> {
+    id: u64,
+    request: Box<Compute>,
+    arrived: Instant,
+    permit: Option<Permit<'a>>,
+}
+
+/// The reading side of a connection.
+struct Peer<'a> {
+    shared: &'a Shared,
+    id: u64,
+    connection: &'a Connection,
+    jobs: Option<SyncSender<Job<'a>>>,
+    /// Until somebody computes.
+    queue: Option<Receiver<Job<'a>>>,
+}
+
+impl<'a> Peer<'a> {
+    /// Reads until the connection ends; `start` makes somebody compute.
+    fn read(&mut self, start: impl Fn(Receiver<Job<'a>>) -> io::Result<()>) -> Result<(), End> {
+        let Peer { shared, connection, .. } = *self;
+        let limits = &shared.limits;
+        let mut buffer = vec![0; READ_BYTES];
+        let mut wishes = Vec::new();
+        let mut permit: Option<Permit<'a>> = None;
+        // When the message that is coming began.
+        let mut started: Option<Instant> = None;
+        let mut is_first = true;
+        loop {
+            let begun_bytes = connection.session().begun_bytes();
+            let have = if begun_bytes == 0 {
+                started = None;
+                let busy = connection.open_requests.load(Ordering::SeqCst) > 0;
+                if !shared.set_in_request(self.id, busy) {
+                    return Ok(());
                 }
-                break request;
+                let time = is_first.then_some(FIRST_TIME);
+                connection.stream.set_read_timeout(time).map_err(TcpError::Io)?;
+                match (&connection.stream).read(&mut buffer) {
+                    Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                    // Closed while it rested, by its peer or by the end of the server.
+                    Ok(0) | Err(_) => return Ok(()),
+                    Ok(have) => have,
+                }
+            } else {
+                let began = *started.get_or_insert_with(Instant::now);
+                let deadline = began + limits.time_for(begun_bytes);
+                if begun_bytes > Limits::FREE_BYTES && permit.is_none() {
+                    permit = Some(shared.permits.take(deadline).ok_or(End::Busy)?);
+                }
+                tcp::read_until(&connection.stream, &mut buffer, deadline)?
+            };
+            is_first = false;
+            started.get_or_insert_with(Instant::now);
+            shared.set_in_request(self.id, true);
+            let received = connection.session().receive(&buffer[..have], &mut wishes);
+            // Also what explains an error.
+            let flushed = connection.flush(|bytes| limits.time_for(bytes));
+            received?;
+            flushed?;
+            for wish in wishes.drain(..) {
+                self.grant(wish, &mut permit, &start)?;
+                started = None;
             }
-            let deadline = started + limits.time_for(came);
-            if came > Limits::FREE_BYTES && permit.is_none() {
-                permit = Some(shared.permits.take(deadline).ok_or(End::Busy)?);
-            }
-            have = tcp::read_until(stream, &mut buffer, deadline)?;
-            came += have as u64;
-        };
-        let (reply, computed) = worker.reply(request);
-        tcp::write_until(stream, &reply, Instant::now() + limits.time_for(reply.len() as u64))?;
-        drop(permit);
-        computed.map_err(End::Failed)?;
+        }
     }
-    Ok(())
+
+    fn grant(
+        &mut self,
+        wish: Wish,
+        permit: &mut Option<Permit<'a>>,
+        start: &impl Fn(Receiver<Job<'a>>) -> io::Result<()>,
+    ) -> Result<(), End> {
+        let Peer { shared, connection, .. } = *self;
+        let limits = &shared.limits;
+        match wish {
+            Wish::Greeted(_) => {
+                if let Some(queue) = self.queue.take() {
+                    start(queue).map_err(TcpError::Io)?;
+                }
+            }
+            Wish::V1(request) => {
+                let (reply, computed) = shared.worker.reply(request);
+                connection.session().reply_v1(&reply);
+                connection.flush(|bytes| limits.time_for(bytes))?;
+                drop(permit.take());
+                computed.map_err(End::Failed)?;
+            }
+            Wish::Compute { id, request } => {
+                let arrived = Instant::now();
+                let mut permit = permit.take();
+                let counts = (0..request.experts.len()).map(|at| request.item(at).1.len() as u32);
+                let rows = request.values.len() as u32 / shared.worker.shape().hidden;
+                let asked = Asked { counts: counts.collect(), rows, sums: request.sums };
+                let bytes = asked.answer_bytes(shared.worker.shape().hidden);
+                if permit.is_none() && bytes > Limits::FREE_BYTES {
+                    permit = shared.permits.take(arrived + limits.time_for(bytes));
+                    if permit.is_none() {
+                        return self.answer_none(id, &request, Status::Busy);
+                    }
+                }
+                if shared.is_stopping() {
+                    return self.answer_none(id, &request, Status::Draining);
+                }
+                connection.open_requests.fetch_add(1, Ordering::SeqCst);
+                let job = Job { id, request, arrived, permit };
+                // Who computes lives as long as there is anything to compute, unless it cannot
+                // write.
+                if self.jobs.as_ref().is_none_or(|jobs| jobs.send(job).is_err()) {
+                    return Err(End::Tcp(TcpError::Cut));
+                }
+            }
+            Wish::Cancel(id) => {
+                // Those that nobody asked, or that are answered already, are forgotten.
+                let mut cancelled = connection.cancelled();
+                if connection.open_requests.load(Ordering::SeqCst) > 0 && cancelled.len() < 16 {
+                    cancelled.insert(id);
+                }
+            }
+            Wish::Ping(id) => {
+                connection.session().pong(id, &shared.load(connection))?;
+                connection.flush(|bytes| limits.time_for(bytes))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers that nothing was computed, and why.
+    fn answer_none(&self, id: u64, request: &Compute, status: Status) -> Result<(), End> {
+        let statuses = vec![status; request.experts.len()];
+        let outputs =
+            if request.sums { Outputs::Sums(Vec::new()) } else { Outputs::Rows(Vec::new()) };
+        let answer = Answer { waited_us: 0, computed_us: 0, statuses, outputs };
+        self.connection.session().answer(id, &answer)?;
+        Ok(self.connection.flush(|bytes| self.shared.limits.time_for(bytes))?)
+    }
+}
+
+/// Computes what a peer of version 2 asks, one request after another.
+fn compute(shared: &Shared, id: u64, connection: &Connection, jobs: &Receiver<Job<'_>>) {
+    while let Ok(Job { id: request_id, request, arrived, permit }) = jobs.recv() {
+        let is_wanted = || !connection.cancelled().contains(&request_id);
+        let answer = shared.worker.answer(&request, arrived, is_wanted);
+        let answered = connection.session().answer(request_id, &answer);
+        drop((request, answer));
+        let limits = &shared.limits;
+        let written = answered.is_ok() && connection.flush(|bytes| limits.time_for(bytes)).is_ok();
+        drop(permit);
+        let left = {
+            // Whoever stops the server sees either a request or a connection that rests.
+            let mut open = shared.open();
+            let left = connection.open_requests.fetch_sub(1, Ordering::SeqCst) - 1;
+            if left == 0 {
+                connection.cancelled().clear();
+            }
+            if let Some(open) = open.get_mut(&id).filter(|_| left == 0) {
+                open.in_request = false;
+            }
+            left
+        };
+        if !written || (left == 0 && shared.is_stopping()) {
+            // Whoever reads finds out.
+            let _ = connection.stream.shutdown(Shutdown::Read);
+        }
+        if !written {
+            return;
+        }
+    }
 }

@@ -6,8 +6,9 @@ use std::thread;
 use std::time::Duration;
 
 use cluster::wire::Shape;
+use cluster::wire::secure::Policy;
 use cluster::wire::v1::{FAILED, Item, OK, Reply, ReplyReader, put_item, put_request};
-use cluster::worker::{Limits, Opened, Server, Stop, Worker, WorkerOptions, open, shape_of};
+use cluster::worker::{Limits, Opened, Server, Stop, Worker, WorkerOptions, open};
 use container::{HeldExperts, Model};
 use experts::load::{ExpertTable, LoadMemory, load_expert};
 use experts::reader::{AtOnce, PageBuffer};
@@ -40,6 +41,7 @@ fn opened(dir: &Path, held: HeldExperts, io: IoMode, compute: Compute) -> Opened
         int8: true,
         io: Some(io),
         read_limit: None,
+        policy: Policy { key: None, plain: true },
     };
     open(&options, compute).unwrap()
 }
@@ -252,7 +254,7 @@ fn a_worker_needs_no_more_of_a_model_than_the_experts_that_it_holds() {
     for io in [IoMode::Buffered, IoMode::Direct] {
         let opened = opened(dir.path(), held.clone(), io, compute_here());
         assert_eq!(opened.experts, 3);
-        let (worker, shape) = (opened.worker, shape_of(&whole.config));
+        let (worker, shape) = (opened.worker, Shape::of(&whole.config));
         let item = |expert| Item { expert, rows: rows(2, shape.hidden as usize, 3) };
         let (items, want) = (vec![item(4), item(2)], [item(4), item(2)]);
         let want =
@@ -278,6 +280,7 @@ fn a_worker_needs_no_more_of_a_model_than_the_experts_that_it_holds() {
         int8: true,
         io: None,
         read_limit: None,
+        policy: Policy { key: None, plain: true },
     };
     let error = open(&options, compute_here()).err().unwrap().to_string();
     assert!(error.contains("experts.5."), "{error}");

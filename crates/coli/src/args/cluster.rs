@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::ops::Range;
+use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 use cluster::coordinator::placement::{Rule, parse_span};
@@ -23,8 +24,10 @@ pub struct ClusterArgs {
 /// The parts of a cluster.
 #[derive(Subcommand, Debug)]
 pub enum ClusterCommand {
-    /// Hold experts and compute them for coordinators that ask by protocol COLIEX01, version 1
+    /// Hold experts and compute them for coordinators that ask by protocol COLIEX01
     Worker(WorkerArgs),
+    /// Make a key for the machines of a cluster
+    Key(KeyArgs),
 }
 
 /// Workers that compute routed experts.
@@ -34,10 +37,19 @@ pub struct CoordinatorArgs {
     /// whatever they do not is computed here (CLUSTER_WORKERS is read too)
     #[arg(long, value_name = "HOST:PORT,…", env = "COLI_CLUSTER_WORKERS", value_delimiter = ',')]
     pub cluster_workers: Vec<String>,
+    /// Key of the cluster, made by `coli cluster key`; with one, nothing is sent unencrypted
+    #[arg(long, value_name = "FILE", env = "COLI_CLUSTER_KEY")]
+    pub cluster_key: Option<PathBuf>,
     /// Use workers beyond this machine without encryption: whoever is between can read and change
     /// what passes
-    #[arg(long, env = "COLI_ALLOW_PLAINTEXT")]
+    #[arg(long, env = "COLI_ALLOW_PLAINTEXT", conflicts_with = "cluster_key")]
     pub allow_plaintext: bool,
+    /// Send routing weights along where workers' sums are fewer bytes than their outputs
+    #[arg(long, env = "COLI_PARTIAL_SUMS")]
+    pub partial_sums: bool,
+    /// Do not ask another worker too when one is late
+    #[arg(long, env = "COLI_NO_HEDGE")]
+    pub no_hedge: bool,
     /// Compute one request in N here too, and leave a worker whose outputs differ; 1 compares all
     #[arg(long, value_name = "N", env = "COLI_AUDIT",
           value_parser = clap::value_parser!(u64).range(1..))]
@@ -51,9 +63,10 @@ pub struct CoordinatorArgs {
 /// `coli cluster worker`.
 #[derive(Args, Debug)]
 #[command(after_help = "\
-A worker needs config.json and the routed experts of its range, and nothing else of the model. It
-answers with unweighted outputs that have the same bits as those of any other machine. Version 1 of
-the protocol has neither keys nor encryption, so anything but a loopback address must be asked for.
+A worker needs config.json and the routed experts of its range, and nothing else of the model. Its
+answers have the same bits as those of any other machine. With --cluster-key it takes encrypted
+connections of coordinators with the same key only. Without one it takes anybody's, version 1 of
+the protocol included, so anything but a loopback address must be asked for.
 Ctrl-C or SIGTERM ends it once the requests that have begun are answered.")]
 pub struct WorkerArgs {
     /// Address to listen on; port 0 takes a free one [default: 127.0.0.1, and port 9100 or
@@ -66,8 +79,11 @@ pub struct WorkerArgs {
     /// Experts of each layer to hold, first and last [default: all]
     #[arg(long, value_name = "A-B", env = "COLI_EXPERTS", value_parser = parse_span)]
     pub experts: Option<Range<usize>>,
-    /// Listen on other than loopback addresses without encryption: whoever reaches the port can
-    /// use the worker and read what passes
+    /// Key of the cluster, made by `coli cluster key`
+    #[arg(long, value_name = "FILE", env = "COLI_CLUSTER_KEY")]
+    pub cluster_key: Option<PathBuf>,
+    /// Take connections without encryption, on any address and beside a key: whoever reaches the
+    /// port can use the worker and read what passes
     #[arg(long, env = "COLI_ALLOW_PLAINTEXT")]
     pub allow_plaintext: bool,
     /// Memory ceiling in GB (10^9 bytes) [default: what host and control group leave free, less a
@@ -94,4 +110,11 @@ pub struct WorkerArgs {
     pub isa: Option<Level>,
     #[command(flatten)]
     pub model: ModelArgs,
+}
+
+/// `coli cluster key`.
+#[derive(Args, Debug)]
+pub struct KeyArgs {
+    /// File to write, which must not exist; copy it to every machine of the cluster
+    pub file: PathBuf,
 }

@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
 
 use anyhow::Context;
+use cluster::wire::secure::Policy;
 use cluster::worker::{Counts, Server, Stop, WorkerOptions, open};
 use container::{HeldExperts, TensorClass};
 use models::Int8Classes;
@@ -13,7 +14,7 @@ use runtime::machine::Machine;
 
 use crate::args::{ClusterArgs, ClusterCommand, WorkerArgs};
 use crate::failure::Failure;
-use crate::{Outcome, model, output};
+use crate::{Outcome, key, model, output};
 
 /// Port of a worker when none is given.
 const WORKER_PORT: u16 = 9100;
@@ -23,11 +24,18 @@ const WORKER_PORT_VARIABLE: &str = "CLUSTER_WORKER_PORT";
 pub fn run(args: &ClusterArgs) -> Outcome {
     match &args.what {
         ClusterCommand::Worker(args) => worker(args),
+        ClusterCommand::Key(args) => {
+            key::create(&args.file)?;
+            say!("{} has a new key; copy it to every machine of the cluster", args.file.display());
+            Ok(())
+        }
     }
 }
 
 fn worker(args: &WorkerArgs) -> Outcome {
-    let address = listen_address(args)?;
+    let key = key::load(args.cluster_key.as_deref())?;
+    let address = listen_address(args, key.is_some())?;
+    let policy = Policy { plain: key.is_none() || args.allow_plaintext, key };
     let machine = Machine::default();
     let isa = args.isa.map_or_else(|| Some(Isa::detect()), Isa::at);
     let isa = isa.ok_or_else(|| Failure::usage("this CPU does not have the level of --isa"))?;
@@ -49,6 +57,7 @@ fn worker(args: &WorkerArgs) -> Outcome {
         int8: Int8Classes::default().contains(TensorClass::Experts),
         io: args.io,
         read_limit: args.read_limit,
+        policy: policy.clone(),
     };
     let opened = open(&options, compute).map_err(|error| Failure::usage(error.to_string()))?;
     if let Some(why) = opened.fallback.as_ref().filter(|_| args.io.is_some()) {
@@ -59,7 +68,7 @@ fn worker(args: &WorkerArgs) -> Outcome {
     let address = listener.local_addr().unwrap_or(address);
     note!(
         "{name} | {} | {} | {} activations | {} of {} | RAM ceiling {}, expert cache {} | {} reads \
-         | requests of at most {} | numerics {NUMERICS_VERSION}",
+         | requests of at most {} | {} | numerics {NUMERICS_VERSION}",
         isa.level(),
         output::counted(threads, "thread"),
         args.activations,
@@ -68,7 +77,12 @@ fn worker(args: &WorkerArgs) -> Outcome {
         output::bytes(options.ram_bytes),
         output::bytes(opened.cache_bytes),
         opened.io.name(),
-        output::bytes(opened.limits.request_bytes)
+        output::bytes(opened.limits.request_bytes),
+        match (&policy.key, policy.plain) {
+            (Some(_), false) => "encrypted",
+            (Some(_), true) => "encrypted or plain",
+            (None, _) => "plain",
+        }
     );
     let notice: experts::Notice = Arc::new(|text: &str| note!("{text}"));
     let server = Server::new(listener, opened.worker, opened.limits, notice)
@@ -89,15 +103,15 @@ fn worker(args: &WorkerArgs) -> Outcome {
 }
 
 /// The address that the flags and the environment name.
-fn listen_address(args: &WorkerArgs) -> Result<SocketAddr, Failure> {
+fn listen_address(args: &WorkerArgs, has_key: bool) -> Result<SocketAddr, Failure> {
     let address = match args.listen {
         Some(address) => address,
         None => (Ipv4Addr::LOCALHOST, usual_port()?).into(),
     };
-    if !address.ip().is_loopback() && !args.allow_plaintext {
+    if !address.ip().is_loopback() && !has_key && !args.allow_plaintext {
         return Err(Failure::usage(format!(
-            "--listen {address} can be reached by others, and this protocol has no keys: give \
-             --allow-plaintext if the network is yours alone, or listen on 127.0.0.1"
+            "--listen {address} can be reached by others: give --cluster-key FILE (coli cluster key \
+             makes one), or --allow-plaintext if the network is yours alone"
         )));
     }
     Ok(address)

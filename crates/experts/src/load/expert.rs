@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use container::config::half_hash;
 use container::{ByteRange, ContainerError, LayerKind, Layout, Model, QSource, Record};
 use formats::{Arrangement, ExpertDesc, Format, FormatError, MatrixDesc, rans};
 use numerics::Isa;
@@ -48,6 +49,8 @@ pub struct ExpertSource {
     matrices: [Stored; 3],
     /// Of the record.
     crc32c: Option<u32>,
+    /// Hash of the canonical bytes, of the record.
+    blake3: Option<[u8; 16]>,
     /// Whether the one read is the expert as it lies in memory.
     in_place: bool,
     /// Whether each matrix has a read of its own: one is decoded while the drive reads for others.
@@ -111,6 +114,7 @@ impl ExpertSource {
             Layout::R16k4Rans => Stored::Coded(part(&source.weights)),
         });
         let crc32c = record.map(|record| record.crc32c);
+        let blake3 = record.map(|record| record.blake3);
         // A record's matrices lie as in memory; only formats that are kept row by row have that
         // order in the canonical layout.
         let as_in_memory = |(stored, desc): (&Stored, &MatrixDesc)| match stored {
@@ -119,7 +123,20 @@ impl ExpertSource {
             Stored::Canonical { .. } => desc.arrangement() == Arrangement::Rows,
         };
         let in_place = crc32c.is_some() && matrices.iter().zip(desc.matrices()).all(as_in_memory);
-        ExpertSource { desc, reads, matrices, crc32c, in_place, by_matrix }
+        ExpertSource { desc, reads, matrices, crc32c, blake3, in_place, by_matrix }
+    }
+
+    /// What the expert is, whatever its layout: the first half of the BLAKE3 of formats, shapes and the
+    /// hash of its canonical bytes. `None` where the container has no such hash.
+    pub fn identity(&self) -> Option<[u8; 16]> {
+        let blake3 = self.blake3?;
+        let mut text = Vec::with_capacity(128);
+        for (name, desc) in ["gate", "up", "down"].into_iter().zip(self.desc.matrices()) {
+            let (format, rows, cols) = (desc.format(), desc.rows(), desc.cols());
+            text.extend_from_slice(format!("{name} {format} {rows} {cols}\n").as_bytes());
+        }
+        text.extend_from_slice(&blake3);
+        Some(half_hash(&text))
     }
 
     /// Where the expert begins in its file.

@@ -1,0 +1,322 @@
+//! What a peer must agree with before it is used, and what it tells about itself besides.
+
+use std::collections::BTreeMap;
+
+use container::Config;
+use experts::cache::Key as ExpertKey;
+use experts::load::ExpertTable;
+use numerics::{Activations, NUMERICS_VERSION};
+use serde::{Deserialize, Serialize};
+
+use crate::wire::{Shape, WireError};
+
+/// Most bytes of the facts as JSON.
+const FACTS_BYTES_MAX: usize = 64 << 10;
+/// Bytes of a run of holdings before its hashes.
+const RUN_HEAD: usize = 16;
+
+/// A machine's model and arithmetic, and what it is otherwise.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Facts {
+    /// Version of the arithmetic.
+    pub numerics: u32,
+    /// Activations that meet quantised weights.
+    pub activations: String,
+    /// Hash of the configuration, hexadecimal.
+    pub model: String,
+    /// Numbers per row.
+    pub hidden: u32,
+    /// Width of an expert.
+    pub intermediate: u32,
+    /// Layers, one that predicts further tokens included.
+    pub layers: u32,
+    /// Experts per layer.
+    pub experts: u32,
+    /// Version of the program; says nothing about results.
+    #[serde(default)]
+    pub engine: String,
+    /// Instruction-set level; says nothing about results.
+    #[serde(default)]
+    pub isa: String,
+    /// Compute threads.
+    #[serde(default)]
+    pub threads: u32,
+    /// Memory ceiling in bytes.
+    #[serde(default)]
+    pub ram_bytes: u64,
+    /// Bytes of experts that may be in memory.
+    #[serde(default)]
+    pub cache_bytes: u64,
+    /// Most bytes of rows of a request or of its outputs.
+    #[serde(default)]
+    pub request_bytes: u64,
+}
+
+/// Two machines that do not compute the same.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{field} is {there} there and {here} here; both must have {remedy}")]
+pub struct Mismatch {
+    /// What differs.
+    pub field: &'static str,
+    /// This side's.
+    pub here: String,
+    /// The peer's.
+    pub there: String,
+    /// What both must have.
+    pub remedy: &'static str,
+}
+
+impl Facts {
+    /// Those of a model on this machine; what it is otherwise is to be filled in.
+    pub fn new(config: &Config, activations: Activations) -> Facts {
+        let model = config.identity().iter().map(|byte| format!("{byte:02x}")).collect();
+        let shape = Shape::of(config);
+        Facts {
+            numerics: NUMERICS_VERSION,
+            activations: activations.to_string(),
+            model,
+            hidden: shape.hidden,
+            intermediate: shape.intermediate,
+            layers: shape.layers,
+            experts: shape.experts,
+            engine: env!("CARGO_PKG_VERSION").to_owned(),
+            isa: String::new(),
+            threads: 0,
+            ram_bytes: 0,
+            cache_bytes: 0,
+            request_bytes: 0,
+        }
+    }
+
+    /// The first thing in which a peer differs.
+    pub fn check(&self, peer: &Facts) -> Result<(), Mismatch> {
+        let model = "the same model";
+        let number = |field: &'static str, here: u32, there: u32, remedy| {
+            (field, here.to_string(), there.to_string(), remedy)
+        };
+        let facts = [
+            number(
+                "the numerics version",
+                self.numerics,
+                peer.numerics,
+                "versions of colibri with the same",
+            ),
+            number("the hidden size", self.hidden, peer.hidden, model),
+            number("the expert width", self.intermediate, peer.intermediate, model),
+            number("the number of layers", self.layers, peer.layers, model),
+            number("the number of experts", self.experts, peer.experts, model),
+            ("the hash of config.json", self.model.clone(), peer.model.clone(), model),
+            (
+                "--activations",
+                self.activations.clone(),
+                peer.activations.clone(),
+                "the same --activations",
+            ),
+        ];
+        for (field, here, there, remedy) in facts {
+            if here != there {
+                // Text of a peer, to be shown.
+                let there = there.chars().filter(|c| !c.is_control()).take(64).collect();
+                return Err(Mismatch { field, here, there, remedy });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Which experts a machine holds, and what each is.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Holdings {
+    experts: BTreeMap<ExpertKey, Option<[u8; 16]>>,
+}
+
+impl Holdings {
+    /// The experts of a table.
+    pub fn of(table: &ExpertTable) -> Holdings {
+        let keys = table.keys();
+        let experts = keys.map(|key| (key, table.get(key).and_then(|source| source.identity())));
+        Holdings { experts: experts.collect() }
+    }
+
+    /// Experts of which nothing more is known.
+    pub fn of_keys(keys: impl IntoIterator<Item = ExpertKey>) -> Holdings {
+        Holdings { experts: keys.into_iter().map(|key| (key, None)).collect() }
+    }
+
+    /// Takes an expert out.
+    pub fn remove(&mut self, key: ExpertKey) {
+        self.experts.remove(&key);
+    }
+
+    /// Number of experts.
+    pub fn len(&self) -> usize {
+        self.experts.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.experts.is_empty()
+    }
+
+    /// Whether an expert is held.
+    pub fn has(&self, key: ExpertKey) -> bool {
+        self.experts.contains_key(&key)
+    }
+
+    /// The experts, ascending.
+    pub fn keys(&self) -> impl Iterator<Item = ExpertKey> + use<'_> {
+        self.experts.keys().copied()
+    }
+
+    /// The first expert that both know and that is not the same; else how many were compared.
+    pub fn compare(&self, other: &Holdings) -> Result<usize, ExpertKey> {
+        let mut compared = 0;
+        for (key, theirs) in &other.experts {
+            let ours = self.experts.get(key).copied().flatten();
+            if let (Some(ours), Some(theirs)) = (ours, theirs) {
+                if ours != *theirs {
+                    return Err(*key);
+                }
+                compared += 1;
+            }
+        }
+        Ok(compared)
+    }
+
+    /// Appends runs of experts: layer, first expert, number, whether hashes follow, hashes.
+    fn put(&self, out: &mut Vec<u8>) {
+        let mut rest = self.experts.iter().peekable();
+        while let Some(((layer, first), hash)) = rest.next() {
+            let mut hashes = vec![hash];
+            while let Some((_, hash)) = rest.next_if(|((l, e), next)| {
+                l == layer && *e == first + hashes.len() as u32 && next.is_some() == hash.is_some()
+            }) {
+                hashes.push(hash);
+            }
+            let known = u32::from(hash.is_some());
+            for number in [*layer, *first, hashes.len() as u32, known] {
+                out.extend_from_slice(&number.to_le_bytes());
+            }
+            hashes.into_iter().flatten().for_each(|hash| out.extend_from_slice(hash));
+        }
+    }
+
+    fn parse(mut rest: &[u8], shape: &Shape) -> Result<Holdings, WireError> {
+        let malformed = |what| WireError::Malformed { what };
+        let mut holdings = Holdings::default();
+        while !rest.is_empty() {
+            let head = rest.split_at_checked(RUN_HEAD);
+            let (head, after) = head.ok_or(malformed("holdings end too early"))?;
+            rest = after;
+            let number =
+                |at: usize| head[at..].first_chunk().map_or(0, |four| u32::from_le_bytes(*four));
+            let [layer, first, count, known] = [0, 4, 8, 12].map(number);
+            let is_within = layer < shape.layers
+                && first < shape.experts
+                && (1..=shape.experts - first).contains(&count)
+                && known <= 1;
+            if !is_within {
+                return Err(malformed("holdings name experts that the model does not have"));
+            }
+            let hashes = rest.split_at_checked(count as usize * known as usize * 16);
+            let (hashes, after) = hashes.ok_or(malformed("holdings end too early"))?;
+            rest = after;
+            let mut hashes = hashes.as_chunks::<16>().0.iter();
+            for expert in first..first + count {
+                if holdings.experts.insert((layer, expert), hashes.next().copied()).is_some() {
+                    return Err(malformed("holdings name an expert twice"));
+                }
+            }
+        }
+        Ok(holdings)
+    }
+}
+
+/// The body of a greeting.
+pub fn greeting(facts: &Facts, holdings: &Holdings) -> Vec<u8> {
+    // Strings and numbers only.
+    let json = serde_json::to_vec(facts).unwrap_or_default();
+    let mut body = Vec::with_capacity(4 + json.len() + holdings.len() * 16 + RUN_HEAD);
+    body.extend_from_slice(&(json.len() as u32).to_le_bytes());
+    body.extend_from_slice(&json);
+    holdings.put(&mut body);
+    body
+}
+
+/// Reads the facts of a greeting; the rest are the holdings.
+pub fn facts_of(body: &[u8]) -> Result<(Facts, &[u8]), WireError> {
+    let malformed = |what| WireError::Malformed { what };
+    let (length, rest) = body.split_first_chunk().ok_or(malformed("a greeting ends too early"))?;
+    let length = u32::from_le_bytes(*length) as usize;
+    let json = rest.split_at_checked(length).filter(|_| length <= FACTS_BYTES_MAX);
+    let (json, rest) = json.ok_or(malformed("the facts of a greeting are too long"))?;
+    let facts = serde_json::from_slice(json);
+    let facts =
+        facts.map_err(|_| malformed("the facts of a greeting are not what they must be"))?;
+    Ok((facts, rest))
+}
+
+/// Reads the holdings of a greeting, for a model of this shape.
+pub fn holdings_of(rest: &[u8], shape: &Shape) -> Result<Holdings, WireError> {
+    Holdings::parse(rest, shape)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: Shape = Shape { hidden: 4, intermediate: 6, layers: 9, experts: 20 };
+
+    fn holdings(experts: &[(u32, u32, Option<u8>)]) -> Holdings {
+        let expert = |(layer, expert, hash): &(u32, u32, Option<u8>)| {
+            ((*layer, *expert), hash.map(|byte| [byte; 16]))
+        };
+        Holdings { experts: experts.iter().map(expert).collect() }
+    }
+
+    #[test]
+    fn holdings_survive_the_wire() {
+        for experts in [
+            &[][..],
+            &[(1, 0, Some(1)), (1, 1, Some(2)), (1, 3, Some(3)), (2, 4, None), (2, 5, None)],
+            &[(8, 18, None), (8, 19, Some(7))],
+        ] {
+            let holdings = holdings(experts);
+            let mut bytes = Vec::new();
+            holdings.put(&mut bytes);
+            assert_eq!(Holdings::parse(&bytes, &SHAPE), Ok(holdings));
+            for cut in 1..bytes.len() {
+                if let Ok(part) = Holdings::parse(&bytes[..cut], &SHAPE) {
+                    assert!(part.len() < experts.len());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn holdings_of_other_models_and_repeated_ones_are_refused() {
+        for run in [
+            [9, 0, 1, 0],
+            [0, 20, 1, 0],
+            [0, 19, 2, 0],
+            [0, 0, 0, 0],
+            [0, 1, u32::MAX, 1],
+            [0, 0, 1, 2],
+        ] {
+            let bytes: Vec<u8> = run.iter().flat_map(|number| number.to_le_bytes()).collect();
+            assert!(Holdings::parse(&bytes, &SHAPE).is_err(), "{run:?}");
+        }
+        let twice: Vec<u8> =
+            [3, 3, 2, 0, 3, 4, 1, 0].iter().flat_map(|number: &u32| number.to_le_bytes()).collect();
+        assert!(Holdings::parse(&twice, &SHAPE).is_err());
+    }
+
+    #[test]
+    fn an_expert_that_differs_is_named_and_unknown_ones_are_not_compared() {
+        let ours = holdings(&[(1, 0, Some(1)), (1, 1, Some(2)), (1, 2, None)]);
+        let theirs = holdings(&[(1, 0, Some(1)), (1, 2, Some(9)), (5, 5, Some(4))]);
+        assert_eq!(ours.compare(&theirs), Ok(1));
+        let wrong = holdings(&[(1, 0, Some(1)), (1, 1, Some(3))]);
+        assert_eq!(ours.compare(&wrong), Err((1, 1)));
+    }
+}

@@ -1,0 +1,70 @@
+//! Connections as state machines: bytes and wishes go in, events and bytes come out. They have no
+//! sockets, no threads and no clocks; whoever drives them has.
+
+pub mod coordinator;
+pub mod worker;
+
+use crate::identity::Mismatch;
+use crate::wire::WireError;
+use crate::wire::secure::ChannelError;
+use crate::wire::v2::Kind;
+
+/// Why a connection is of no more use.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum SessionError {
+    /// Bytes that are no message.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    /// Encryption.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+    /// The peer has another model or arithmetic.
+    #[error(transparent)]
+    Mismatch(#[from] Mismatch),
+    /// The peer has an expert of the same name with other weights.
+    #[error(
+        "layer {layer}, expert {expert} has other weights there; both must have the same checkpoint \
+         and quantisation"
+    )]
+    Weights {
+        /// The layer.
+        layer: u32,
+        /// The expert.
+        expert: u32,
+    },
+    /// The peer ends the connection and says why.
+    #[error("it refuses: {0}")]
+    Refused(String),
+    /// A request before the last one was answered, in version 1.
+    #[error("it sent a request before the last one was answered")]
+    Early,
+    /// Something that nobody asked for.
+    #[error("it answers what was not asked")]
+    Unasked,
+    /// A failed request in version 1.
+    #[error(
+        "it could not compute what was asked (status {0}); its own output says why. If it holds a \
+         part of the experts only, --place \"layers A-B=WORKER\" must say which"
+    )]
+    Status(u32),
+}
+
+impl SessionError {
+    /// Whether both sides will never agree while they are as they are.
+    pub fn is_final(&self) -> bool {
+        matches!(
+            self,
+            SessionError::Mismatch(_) | SessionError::Weights { .. } | SessionError::Refused(_)
+        )
+    }
+}
+
+/// Text of a peer, as people may see it.
+fn shown(body: &[u8]) -> String {
+    String::from_utf8_lossy(body).chars().filter(|c| !c.is_control()).take(500).collect()
+}
+
+/// A frame that does not come at this time.
+fn out_of_order(kind: Kind) -> SessionError {
+    SessionError::Wire(WireError::Order { kind })
+}
