@@ -7,6 +7,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::core::Reply;
 use crate::session::SessionError;
 use crate::session::coordinator::{CoordinatorSession, Event, Hello, Request, Version};
 use crate::tcp::{self, TcpError};
@@ -32,14 +33,6 @@ pub(super) enum LinkError {
     Tcp(TcpError),
     #[error(transparent)]
     Session(#[from] SessionError),
-}
-
-/// What came of a request of a step.
-pub(super) struct Reply {
-    /// Number of the request within the step.
-    pub number: usize,
-    /// The answer, if there was one.
-    pub answer: Option<Box<Answer>>,
 }
 
 /// Who waits for an answer.

@@ -1,0 +1,611 @@
+//! What a coordinator knows and decides, without sockets and threads: [`Peers`] carry it out.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use container::Config;
+use experts::{ExpertBackend, ExpertError, ExpertRows, LocalExperts, Notice, RoutedBatch};
+use numerics::{Compute, combine};
+
+use super::difference::Difference;
+use super::fleet::{Fleet, State, UnknownPlace};
+use super::placement::{Rule, mix};
+use super::step::{Action, Step, Wanted};
+use crate::identity::{Facts, Holdings};
+use crate::items::compute_items;
+use crate::session::coordinator::{Event, Hello, Request, Version};
+use crate::wire::Shape;
+use crate::wire::secure::Key;
+use crate::wire::v1::Item;
+use crate::wire::v2::{Answer, Outputs, Status};
+
+/// Steps after which shares are looked at again.
+const REWEIGH_STEPS: u64 = 1024;
+/// Time after which a step without anything to wait for looks again; there is no such step.
+const IDLE_TIME: Duration = Duration::from_secs(1);
+/// Rows of each expert by which a worker is tried.
+const PROBED_ROWS: usize = 3;
+/// What an older program in another language must be told to come close.
+const OTHER_PROGRAM: &str = "a worker of the C engine comes close only with --activations f32 \
+    here and IDOT=0 I4S=1 COLI_NO_FUSED_PAIR=1 SPEC_PIN=0 XEXP=0 I4_ACC512=0 I3_AVX512=0 DRAFT=0 \
+    COLI_CUDA=0 COLI_METAL=0 COLI_VULKAN=0 there, and is not used all the same";
+
+/// How a coordinator is made.
+#[derive(Clone)]
+pub struct CoordinatorOptions {
+    /// Workers, `host:port` each.
+    pub workers: Vec<String>,
+    /// Where experts belong, against the even placement.
+    pub rules: Vec<Rule>,
+    /// One request in so many is computed here too, and compared; 0 for none.
+    pub audit: u64,
+    /// Time for a request to a worker of which nothing is known yet, and least time for any.
+    pub request_time: Duration,
+    /// The key of the cluster: with one, nothing passes that is not encrypted.
+    pub key: Option<Key>,
+    /// Whether routing weights are sent along where sums are fewer bytes than outputs.
+    pub partial_sums: bool,
+    /// Whether another worker is asked too when one is late.
+    pub hedge: bool,
+    /// Is told when workers come, fail and come back.
+    pub notice: Notice,
+}
+
+/// What was computed where, in rows per expert that served them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct RowCounts {
+    /// By workers.
+    pub remote: u64,
+    /// Here, because they belong here or no worker was there.
+    pub local: u64,
+    /// Here or by another worker, because the first one failed.
+    pub failed_over: u64,
+    /// By another worker too, because the first one was late.
+    pub hedged: u64,
+    /// Here too, to compare.
+    pub audited: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    remote: AtomicU64,
+    local: AtomicU64,
+    failed_over: AtomicU64,
+    hedged: AtomicU64,
+    audited: AtomicU64,
+    /// Bytes of requests and answers, as messages have them.
+    bytes: AtomicU64,
+    steps: AtomicU64,
+    /// Ids of requests.
+    ids: AtomicU64,
+    /// Draws for the audit so far, from a number that differs from run to run.
+    draws: AtomicU64,
+    wait_ns: AtomicU64,
+}
+
+impl Counters {
+    /// An id that no request had before.
+    pub fn next_id(&self) -> u64 {
+        self.ids.fetch_add(1, Ordering::Relaxed) + 1
+    }
+}
+
+/// What came of a request of a step.
+pub struct Reply {
+    /// Number of the request within the step.
+    pub number: usize,
+    /// The answer, if there was one.
+    pub answer: Option<Box<Answer>>,
+}
+
+/// Whoever carries out what a step wants: over TCP, or in a simulation.
+pub trait Peers {
+    /// The time.
+    fn now(&self) -> Instant;
+
+    /// Sends a request to a worker by a deadline. A reply with `number` comes from
+    /// [`Peers::wait`], also when it could not be sent.
+    fn ask(&self, worker: usize, number: usize, request: Request, deadline: Instant);
+
+    /// Tells a worker that an answer is not wanted any more.
+    fn cancel(&self, worker: usize, id: u64);
+
+    /// Ends the connection with a worker that did not answer in time.
+    fn close(&self, worker: usize);
+
+    /// Waits for a reply, at most until some time.
+    fn wait(&self, until: Instant) -> Option<Reply>;
+}
+
+/// A request that was sent.
+struct Sent {
+    id: u64,
+    /// Distinct rows of the batch, where sums were asked for.
+    rows: Vec<u32>,
+}
+
+/// Outputs that have come and are to be added.
+struct Answered {
+    worker: usize,
+    /// Number of the request.
+    number: usize,
+    /// Places of the experts whose outputs count.
+    experts: Vec<usize>,
+    answer: Box<Answer>,
+}
+
+/// What a worker is tried by.
+pub struct Probe {
+    layer: usize,
+    item: Item,
+}
+
+/// Why a worker is not used.
+pub enum Unfit {
+    /// Its outputs are wrong.
+    Wrong(String),
+    /// It could not say.
+    Failed(String),
+}
+
+/// What a coordinator knows and decides.
+pub struct Core {
+    pub(super) options: CoordinatorOptions,
+    pub(super) hello: Arc<Hello>,
+    local: Arc<LocalExperts>,
+    compute: Compute,
+    fleet: Mutex<Fleet>,
+    counters: Counters,
+}
+
+impl Core {
+    /// A coordinator of these workers with the experts of this machine, all of them. `seed` must not be
+    /// known to workers: it says which answers are compared.
+    pub fn new(
+        config: &Config,
+        local: Arc<LocalExperts>,
+        compute: &Compute,
+        options: CoordinatorOptions,
+        seed: u64,
+    ) -> Result<Core, UnknownPlace> {
+        let rules = options.rules.clone();
+        let mut fleet = Fleet::new(&options.workers, rules, options.request_time)?;
+        fleet.hedges = options.hedge;
+        let hello = Hello {
+            facts: Facts {
+                isa: compute.isa.level().to_string(),
+                threads: compute.team.threads() as u32,
+                ..Facts::new(config, compute.activations)
+            },
+            holdings: Arc::new(Holdings::of(local.table())),
+            shape: Shape::of(config),
+            key: options.key.clone(),
+        };
+        Ok(Core {
+            options,
+            hello: Arc::new(hello),
+            local,
+            compute: compute.clone(),
+            fleet: Mutex::new(fleet),
+            counters: Counters { draws: AtomicU64::new(seed), ..Counters::default() },
+        })
+    }
+
+    /// What is known of the workers.
+    pub fn fleet(&self) -> MutexGuard<'_, Fleet> {
+        self.fleet.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What every worker is told.
+    pub fn hello(&self) -> &Arc<Hello> {
+        &self.hello
+    }
+
+    /// The experts of this machine.
+    pub fn local(&self) -> &LocalExperts {
+        &self.local
+    }
+
+    fn name(&self, at: usize) -> &str {
+        &self.options.workers[at]
+    }
+
+    pub(super) fn notice(&self, at: usize, text: &str) {
+        (self.options.notice)(&format!("worker {} {text}", self.name(at)));
+    }
+
+    /// What was computed where.
+    pub fn rows(&self) -> RowCounts {
+        let Counters { remote, local, failed_over, hedged, audited, .. } = &self.counters;
+        let [remote, local, failed_over, hedged, audited] =
+            [remote, local, failed_over, hedged, audited].map(|n| n.load(Ordering::Relaxed));
+        RowCounts { remote, local, failed_over, hedged, audited }
+    }
+
+    /// Bytes of requests and answers so far, encryption not counted.
+    pub fn wire_bytes(&self) -> u64 {
+        self.counters.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Seconds that steps waited for workers.
+    pub fn waited_s(&self) -> f64 {
+        self.counters.wait_ns.load(Ordering::Relaxed) as f64 * 1e-9
+    }
+
+    /// A worker failed: says so once. Returns when it is tried again.
+    pub fn leave(&self, at: usize, why: &str, now: Instant) -> Instant {
+        let (retry_at, news) = self.fleet().failed(at, now);
+        if news {
+            let name = self.name(at);
+            (self.options.notice)(&format!(
+                "worker {name}: {why}; its experts are computed elsewhere until it answers rightly"
+            ));
+        }
+        retry_at
+    }
+
+    /// A worker is wrong: it is never asked again, and that is said once.
+    pub fn quarantine(&self, at: usize, why: &str) {
+        if self.fleet().quarantine(at) {
+            (self.options.notice)(&format!(
+                "worker {} is not used any more: {why}; both must have the same model and the same \
+                 --activations, {} here ({OTHER_PROGRAM})",
+                self.name(at),
+                self.compute.activations
+            ));
+        }
+    }
+
+    /// A worker takes no further requests.
+    pub fn draining(&self, at: usize) {
+        self.fleet().draining(at);
+        self.notice(at, "is ending; its experts are computed elsewhere until it is back");
+    }
+
+    /// A worker says what it is. Returns what is to be said of it once it is used.
+    pub fn greeted(&self, at: usize, version: Version, event: Event) -> String {
+        let Event::Joined { facts, holdings, compared } = event else { return String::new() };
+        let (held, facts) = (holdings.len(), facts.map(|facts| *facts));
+        let said = match (&facts, compared) {
+            (None, _) => " (version 1, by comparing outputs)".to_owned(),
+            (_, 0) => format!(" with {held} experts (no hashes; outputs were compared)"),
+            (_, compared) if compared == held => format!(" with {held} experts"),
+            (_, compared) => format!(" with {held} experts, {compared} of them with hashes"),
+        };
+        let holdings = facts.is_some().then_some(holdings);
+        self.fleet().greeted(at, version, facts, holdings);
+        said
+    }
+
+    /// A request by which to try a worker: rows that nobody can foresee for an expert that it would get.
+    /// `None` when it would get none.
+    pub fn probe(
+        &self,
+        at: usize,
+        version: Version,
+        noise: &mut impl FnMut() -> u64,
+    ) -> Option<(Probe, Request)> {
+        let shape = self.hello.shape;
+        let hidden = shape.hidden as usize;
+        let (mine, time) = {
+            let fleet = self.fleet();
+            let keys = self.local.table().keys();
+            let mine = keys.filter(|(layer, expert)| fleet.belongs(at, *layer as usize, *expert));
+            (mine.collect::<Vec<_>>(), fleet.deadline(at))
+        };
+        let (layer, expert) = *mine.get((noise() % mine.len().max(1) as u64) as usize)?;
+        // Between -1 and 1.
+        let mut value = || (noise() >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+        let values: Vec<f32> = (0..PROBED_ROWS * hidden).map(|_| value()).collect();
+        let rows: Vec<u32> = (0..PROBED_ROWS as u32).collect();
+        let item = ExpertRows { expert, rows: &rows, weights: &[1.0; PROBED_ROWS] };
+        let time_ms = u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
+        let (id, items) = (self.counters.next_id(), std::iter::once(item));
+        let request = Request::new(version, &shape, id, (layer, time_ms, false), items, &values);
+        let item = Item { expert, rows: values };
+        Some((Probe { layer: layer as usize, item }, request))
+    }
+
+    /// Compares an answer to a probe with this machine's own.
+    pub fn check_probe(&self, probe: &Probe, answer: &Answer) -> Result<(), Unfit> {
+        let theirs = match &answer.outputs {
+            _ if answer.statuses != [Status::Computed] => {
+                let text = answer.statuses.first().map_or("nothing", |status| status.text());
+                return Err(Unfit::Failed(format!("it cannot compute: {text}")));
+            }
+            Outputs::Rows(rows) => &rows[..],
+            Outputs::Sums(_) => &[],
+        };
+        let (shape, item) = (self.hello.shape, &probe.item);
+        let hidden = shape.hidden as usize;
+        let mut ours = vec![0.0; item.rows.len()];
+        let deliver = &mut |row: usize, output: &[f32]| {
+            ours[row * hidden..][..hidden].copy_from_slice(output);
+        };
+        let items = std::slice::from_ref(item);
+        compute_items(&self.local, &self.compute, shape, probe.layer, items, deliver)
+            .map_err(|error| Unfit::Failed(format!("its outputs cannot be compared: {error}")))?;
+        match Difference::between(probe.layer, item.expert, theirs, &ours, hidden) {
+            Some(difference) => Err(Unfit::Wrong(difference.to_string())),
+            None => Ok(()),
+        }
+    }
+
+    /// Does what a step says is to be done.
+    fn carry_out(
+        &self,
+        step: &mut Step,
+        layer: usize,
+        batch: &RoutedBatch<'_>,
+        sent: &mut Vec<Sent>,
+        peers: &dyn Peers,
+    ) {
+        let Core { hello, counters, options, .. } = self;
+        let shape = &hello.shape;
+        for action in step.take_actions() {
+            match action {
+                Action::Ask { number, worker, experts, time } => {
+                    let deadline = peers.now() + time;
+                    let id = counters.next_id();
+                    let version = self.fleet().version(worker);
+                    let items = experts.iter().map(|at| batch.rows_of(*at));
+                    let sums = options.partial_sums && is_less_as_sums(items.clone());
+                    let time_ms = u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
+                    let head = (layer as u32, time_ms, sums);
+                    let values = batch.input.values();
+                    let mut request = Request::new(version, shape, id, head, items, values);
+                    let bytes = request.bytes() + request.answer_bytes(shape.hidden);
+                    counters.bytes.fetch_add(bytes, Ordering::Relaxed);
+                    let rows = if sums { std::mem::take(&mut request.rows) } else { Vec::new() };
+                    sent.push(Sent { id, rows });
+                    peers.ask(worker, number, request, deadline);
+                }
+                Action::Cancel { number, worker } => {
+                    peers.cancel(worker, sent[number].id);
+                }
+                Action::Leave { worker, time } => {
+                    let why = format!("it did not answer within {:.1} s", time.as_secs_f64());
+                    self.leave(worker, &why, peers.now());
+                    peers.close(worker);
+                }
+            }
+        }
+    }
+
+    /// Adds the weighted outputs of a layer's experts to `sum`, as [`ExpertBackend::compute`] says.
+    pub fn compute(
+        &self,
+        peers: &dyn Peers,
+        compute: &Compute,
+        layer: usize,
+        batch: &RoutedBatch<'_>,
+        sum: &mut [i64],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<(), ExpertError> {
+        let Core { local, counters, hello, .. } = self;
+        let count_of = |experts: &[usize]| {
+            experts.iter().map(|at| batch.rows_of(*at).rows.len() as u64).sum::<u64>()
+        };
+        let wanted = |of: ExpertRows<'_>| Wanted { expert: of.expert, rows: of.rows.len() as u32 };
+        let row_bytes = u64::from(hello.shape.hidden) * size_of::<f32>() as u64;
+        let steps = counters.steps.fetch_add(1, Ordering::Relaxed) + 1;
+        let mut step = {
+            let mut fleet = self.fleet();
+            if steps.is_multiple_of(REWEIGH_STEPS) {
+                fleet.reweigh();
+            }
+            Step::new(&fleet, layer, batch.iter().map(wanted).collect(), row_bytes, peers.now())
+        };
+        let mut sent: Vec<Sent> = Vec::new();
+        self.carry_out(&mut step, layer, batch, &mut sent, peers);
+        let is_among =
+            |places: &[usize], expert: u32| places.iter().any(|at| batch.experts()[*at] == expert);
+        let here = step.here();
+        counters.local.fetch_add(count_of(&here), Ordering::Relaxed);
+        let part = batch.part(&compute.scratch, |expert| is_among(&here, expert));
+        local.compute(compute, layer, &part, sum, meanwhile)?;
+        // Answers are added when all have come: a worker that is found wrong meanwhile is not
+        // believed in anything.
+        let mut answers: Vec<Answered> = Vec::new();
+        while !step.is_done() {
+            let started = peers.now();
+            let reply = peers.wait(step.next_time().unwrap_or(started + IDLE_TIME));
+            let now = peers.now();
+            let waited = now.duration_since(started).as_nanos() as u64;
+            counters.wait_ns.fetch_add(waited, Ordering::Relaxed);
+            match reply {
+                Some(Reply { number, answer: Some(answer) }) => {
+                    let experts = {
+                        let mut fleet = self.fleet();
+                        step.answered(&mut fleet, number, &answer.statuses, now)
+                    };
+                    let worker = step.worker_of(number);
+                    let answered = Answered { worker, number, experts, answer };
+                    self.accept(&mut step, layer, batch, &sent, answered, &mut answers)?;
+                }
+                Some(Reply { number, answer: None }) => {
+                    step.failed(&self.fleet(), number, now);
+                }
+                None => step.time_passed(&self.fleet(), now),
+            }
+            self.carry_out(&mut step, layer, batch, &mut sent, peers);
+        }
+        let mut disbelieved: Vec<usize> = Vec::new();
+        for answered in answers {
+            let Answered { worker, number, experts, .. } = &answered;
+            let is_wrong = self.fleet().peers()[*worker].state == State::Quarantined;
+            let (rows, asked) = (&sent[*number].rows, step.experts_of(*number));
+            if !is_wrong && self.add(batch, rows, asked, &answered, sum) {
+                counters.remote.fetch_add(count_of(experts), Ordering::Relaxed);
+            } else {
+                disbelieved.extend((!is_wrong).then_some(*worker));
+                step.disbelieve(experts);
+            }
+        }
+        let left_over = step.left_over();
+        if !left_over.is_empty() {
+            let part = batch.part(&compute.scratch, |expert| is_among(&left_over, expert));
+            local.compute(compute, layer, &part, sum, &mut || {})?;
+        }
+        counters.failed_over.fetch_add(step.failed_rows, Ordering::Relaxed);
+        counters.hedged.fetch_add(step.hedged_rows, Ordering::Relaxed);
+        // This machine's own outputs were within the range of the sum.
+        for worker in disbelieved {
+            let why = format!("an output of layer {layer} is beyond the range of the sum");
+            self.quarantine(worker, &why);
+        }
+        Ok(())
+    }
+
+    /// Keeps an answer to be added, and compares it with this machine's own when it is drawn for that.
+    fn accept(
+        &self,
+        step: &mut Step,
+        layer: usize,
+        batch: &RoutedBatch<'_>,
+        sent: &[Sent],
+        answered: Answered,
+        answers: &mut Vec<Answered>,
+    ) -> Result<(), ExpertError> {
+        let Core { counters, options, .. } = self;
+        if answered.experts.is_empty() {
+            return Ok(());
+        }
+        let computed =
+            answered.answer.statuses.iter().filter(|status| **status == Status::Computed).count();
+        let is_sum = matches!(answered.answer.outputs, Outputs::Sums(_));
+        if is_sum && computed != answered.experts.len() {
+            // Another answer has had a part of what is added up here.
+            step.disbelieve(&answered.experts);
+            return Ok(());
+        }
+        // No worker can foresee which of its answers are compared.
+        let draw = mix(counters.draws.fetch_add(1, Ordering::Relaxed));
+        if options.audit > 0 && draw.is_multiple_of(options.audit) {
+            let rows = answered.experts.iter().map(|at| batch.rows_of(*at).rows.len() as u64);
+            counters.audited.fetch_add(rows.sum(), Ordering::Relaxed);
+            let (rows, asked) = (&sent[answered.number].rows, step.experts_of(answered.number));
+            let found = self.difference(batch, layer, rows, asked, &answered)?;
+            if let Some(difference) = found {
+                self.quarantine(answered.worker, &difference.to_string());
+            }
+        }
+        answers.push(answered);
+        Ok(())
+    }
+
+    /// Adds what an answer brought, weighted, unless an output leaves the grid.
+    fn add(
+        &self,
+        batch: &RoutedBatch<'_>,
+        rows: &[u32],
+        asked: &[usize],
+        answered: &Answered,
+        sum: &mut [i64],
+    ) -> bool {
+        let Core { compute, hello, .. } = self;
+        let hidden = hello.shape.hidden as usize;
+        let mut add_row = |row: u32, added: &[i64]| {
+            let sum = &mut sum[row as usize * hidden..][..hidden];
+            sum.iter_mut().zip(added).for_each(|(sum, added)| *sum = sum.wrapping_add(*added));
+        };
+        let outputs = match &answered.answer.outputs {
+            Outputs::Sums(sums) => {
+                rows.iter()
+                    .zip(sums.chunks_exact(hidden))
+                    .for_each(|(row, sum)| add_row(*row, sum));
+                return true;
+            }
+            Outputs::Rows(outputs) => outputs_of(batch, asked, answered, outputs, hidden),
+        };
+        let total: usize = outputs.iter().map(|(_, outputs)| outputs.len()).sum();
+        let mut weighted = compute.scratch.zeroed::<i64>(total);
+        let mut sums = weighted.chunks_exact_mut(hidden);
+        for (at, outputs) in &outputs {
+            let weights = batch.rows_of(*at).weights.iter();
+            let rows = weights.zip(outputs.chunks_exact(hidden)).zip(&mut sums).enumerate();
+            for (row, ((weight, y), sum)) in rows {
+                // A worker whose outputs leave the grid is not believed; if they are right, this
+                // machine comes to the same and says so.
+                if combine::add_weighted(compute.isa, row, *weight, y, sum).is_err() {
+                    return false;
+                }
+            }
+        }
+        let mut added = weighted.chunks_exact(hidden);
+        for (at, _) in &outputs {
+            let rows = batch.rows_of(*at).rows.iter();
+            rows.zip(&mut added).for_each(|(row, added)| add_row(*row, added));
+        }
+        true
+    }
+
+    /// The first output of an answer that is not what this machine computes.
+    fn difference(
+        &self,
+        batch: &RoutedBatch<'_>,
+        layer: usize,
+        rows: &[u32],
+        asked: &[usize],
+        answered: &Answered,
+    ) -> Result<Option<Difference>, ExpertError> {
+        let Core { compute, hello, local, .. } = self;
+        let hidden = hello.shape.hidden as usize;
+        let chosen = |expert: u32| answered.experts.iter().any(|at| batch.experts()[*at] == expert);
+        let part = batch.part(&compute.scratch, chosen);
+        match &answered.answer.outputs {
+            Outputs::Sums(theirs) => {
+                let mut ours = vec![0; batch.input.values().len()];
+                local.compute(compute, layer, &part, &mut ours, &mut || {})?;
+                let differs = |(row, theirs): (&u32, &[i64])| {
+                    ours[*row as usize * hidden..][..hidden] != *theirs
+                };
+                let mut sums = rows.iter().zip(theirs.chunks_exact(hidden));
+                Ok(sums.any(differs).then_some(Difference::Sum { layer }))
+            }
+            Outputs::Rows(outputs) => {
+                let theirs = outputs_of(batch, asked, answered, outputs, hidden);
+                let mut difference = None;
+                local.outputs(compute, layer, &part, &mut |rows, ours| {
+                    let of_expert =
+                        |(at, _): &&(usize, &[f32])| batch.experts()[*at] == rows.expert;
+                    let theirs = theirs.iter().find(of_expert).map_or(&[][..], |found| found.1);
+                    let found = Difference::between(layer, rows.expert, theirs, ours, hidden);
+                    difference = difference.take().or(found);
+                })?;
+                Ok(difference)
+            }
+        }
+    }
+}
+
+/// Outputs that count, with the places of their experts.
+fn outputs_of<'a>(
+    batch: &RoutedBatch<'_>,
+    asked: &[usize],
+    answered: &Answered,
+    mut outputs: &'a [f32],
+    hidden: usize,
+) -> Vec<(usize, &'a [f32])> {
+    let mut found = Vec::with_capacity(answered.experts.len());
+    for (at, status) in asked.iter().zip(&answered.answer.statuses) {
+        if *status == Status::Computed {
+            let (of_expert, rest) = outputs.split_at(batch.rows_of(*at).rows.len() * hidden);
+            outputs = rest;
+            if answered.experts.contains(at) {
+                found.push((*at, of_expert));
+            }
+        }
+    }
+    found
+}
+
+/// Whether sums of distinct rows, and the weights for them, are fewer bytes than outputs.
+fn is_less_as_sums<'a>(items: impl Iterator<Item = ExpertRows<'a>> + Clone) -> bool {
+    let mut rows: Vec<u32> = items.flat_map(|item| item.rows).copied().collect();
+    let outputs = rows.len();
+    rows.sort_unstable();
+    rows.dedup();
+    rows.len() * 2 < outputs
+}
