@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use container::Config;
+use experts::cache::Key as ExpertKey;
 use experts::{ExpertBackend, ExpertError, ExpertRows, LocalExperts, Notice, RoutedBatch};
 use numerics::{Compute, combine};
 
@@ -245,6 +246,16 @@ impl Core {
         retry_at
     }
 
+    /// The connection of a worker has ended. Returns when it is tried again.
+    pub fn ended(&self, at: usize, why: &str, now: Instant) -> Instant {
+        // One that was left has its time already.
+        let known = match self.fleet().peers()[at].state {
+            State::Sick { retry_at } => Some(retry_at),
+            _ => None,
+        };
+        known.unwrap_or_else(|| self.leave(at, why, now))
+    }
+
     /// A worker is wrong: it is never asked again, and that is said once.
     pub fn quarantine(&self, at: usize, why: &str) {
         if self.fleet().quarantine(at) {
@@ -278,8 +289,9 @@ impl Core {
         said
     }
 
-    /// A request by which to try a worker: rows that nobody can foresee for an expert that it would get.
-    /// `None` when it would get none.
+    /// A request by which to try a worker: rows that nobody can foresee for an expert that it would get,
+    /// or might.
+    /// `None` when it holds none.
     pub fn probe(
         &self,
         at: usize,
@@ -290,9 +302,14 @@ impl Core {
         let hidden = shape.hidden as usize;
         let (mine, time) = {
             let fleet = self.fleet();
-            let keys = self.local.table().keys();
-            let mine = keys.filter(|(layer, expert)| fleet.belongs(at, *layer as usize, *expert));
-            (mine.collect::<Vec<_>>(), fleet.deadline(at))
+            let keys = || self.local.table().keys();
+            let belongs = |key: &ExpertKey| fleet.belongs(at, key.0 as usize, key.1);
+            let mut mine: Vec<ExpertKey> = keys().filter(belongs).collect();
+            if mine.is_empty() {
+                // It gets what others cannot do.
+                mine = keys().filter(|key| fleet.has(at, *key)).collect();
+            }
+            (mine, fleet.deadline(at))
         };
         let (layer, expert) = *mine.get((noise() % mine.len().max(1) as u64) as usize)?;
         // Between -1 and 1.

@@ -85,6 +85,12 @@ pub struct Peer {
     id: u64,
 }
 
+impl Peer {
+    fn has(&self, key: Key) -> bool {
+        self.holdings.as_ref().is_none_or(|holdings| holdings.has(key))
+    }
+}
+
 /// The workers.
 #[derive(Clone, Debug)]
 pub struct Fleet {
@@ -149,10 +155,7 @@ impl Fleet {
 
     /// Where an expert belongs while all workers of those that hold it are well.
     fn home(&self, layer: usize, expert: u32, well: impl Fn(&Peer) -> bool) -> Place {
-        let key = (layer as u32, expert);
-        let among = |peer: &Peer| {
-            well(peer) && peer.holdings.as_ref().is_none_or(|holdings| holdings.has(key))
-        };
+        let among = |peer: &Peer| well(peer) && peer.has((layer as u32, expert));
         if let Some((_, place)) = self.rules.iter().find(|(rule, _)| rule.covers(layer, expert)) {
             return match place {
                 Place::Worker(at) if !among(&self.peers[*at]) => Place::Local,
@@ -176,6 +179,11 @@ impl Fleet {
                 && !failed.iter().any(|at| std::ptr::eq(&self.peers[*at], peer))
         };
         self.home(layer, expert, well)
+    }
+
+    /// Whether a worker holds an expert, as far as is known.
+    pub fn has(&self, at: usize, key: Key) -> bool {
+        self.peers[at].has(key)
     }
 
     /// Whether an expert is a worker's while all are well.
@@ -249,7 +257,7 @@ impl Fleet {
     /// A worker does not have an expert after all.
     pub fn lost(&mut self, at: usize, layer: usize, expert: u32) {
         if let Some(holdings) = &mut self.peers[at].holdings {
-            holdings.remove((layer as u32, expert) as Key);
+            holdings.remove((layer as u32, expert));
         }
     }
 

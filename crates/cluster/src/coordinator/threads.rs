@@ -100,7 +100,7 @@ impl Shared {
                 (Err(RecvTimeoutError::Timeout), None) => None,
             };
             if let Some(why) = failed {
-                retry_at = Some(self.leave(at, &why.to_string()));
+                retry_at = Some(self.core.ended(at, &why.to_string(), Instant::now()));
                 link.take().into_iter().for_each(|link| link.close());
                 self.set_link(at, None);
             }

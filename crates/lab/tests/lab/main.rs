@@ -2,3 +2,4 @@
 
 mod layouts;
 mod long_context;
+mod simulation;
