@@ -8,6 +8,8 @@
 pub mod coordinator;
 pub mod identity;
 mod items;
+#[cfg(feature = "mutations")]
+pub mod mutation;
 pub mod session;
 mod tcp;
 pub mod wire;

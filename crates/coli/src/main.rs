@@ -29,6 +29,10 @@ fn main() -> ExitCode {
         note!("error: {name} is set, but this program knows no such option; unset it");
         return ExitCode::from(2);
     }
+    #[cfg(feature = "mutations")]
+    if let Ok(name) = std::env::var("MUTATION") {
+        cluster::mutation::set_by_name(&name);
+    }
     let cli = Cli::parse();
     let result = match cli.command {
         Command::Run(args) => cmd::run::run(&args),

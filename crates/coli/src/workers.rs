@@ -84,6 +84,7 @@ pub fn add(args: &CoordinatorArgs, options: &mut EngineOptions) -> Result<Worker
         audit: args.audit.unwrap_or(0),
         request_time: REQUEST_TIME,
         key: key::load(args.cluster_key.as_deref())?,
+        version: None,
         partial_sums: args.partial_sums,
         hedge: !args.no_hedge,
         notice: Arc::new(|text: &str| note!("{text}")),

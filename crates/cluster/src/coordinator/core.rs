@@ -45,6 +45,9 @@ pub struct CoordinatorOptions {
     pub request_time: Duration,
     /// The key of the cluster: with one, nothing passes that is not encrypted.
     pub key: Option<Key>,
+    /// The only protocol version to speak; `None` speaks what a worker speaks, version 1 without a key
+    /// only.
+    pub version: Option<Version>,
     /// Whether routing weights are sent along where sums are fewer bytes than outputs.
     pub partial_sums: bool,
     /// Whether another worker is asked too when one is late.
@@ -449,7 +452,11 @@ impl Core {
             self.carry_out(&mut step, layer, batch, &mut sent, peers);
         }
         let mut disbelieved: Vec<usize> = Vec::new();
+        #[cfg(feature = "mutations")]
+        let several = answers.len() > 1;
         for answered in answers {
+            #[cfg(feature = "mutations")]
+            let before = sum.to_vec();
             let Answered { worker, number, experts, .. } = &answered;
             let is_wrong = self.fleet().peers()[*worker].state == State::Quarantined;
             let (rows, asked) = (&sent[*number].rows, step.experts_of(*number));
@@ -458,6 +465,10 @@ impl Core {
             } else {
                 disbelieved.extend((!is_wrong).then_some(*worker));
                 step.disbelieve(experts);
+            }
+            #[cfg(feature = "mutations")]
+            if several && crate::mutation::is(crate::mutation::Mutation::FloatSums) {
+                crate::mutation::add_as_floats(sum, &before);
             }
         }
         let left_over = step.left_over();

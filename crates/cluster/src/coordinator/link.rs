@@ -71,23 +71,27 @@ pub(super) struct Link {
 
 impl Link {
     /// Connects to `host:port` and waits for its greeting, by version 2 or, where the worker does not
-    /// speak it and no key asks for encryption, version 1. The greeting has `time`.
+    /// speak it and no key asks for encryption, version 1; `only` allows one of them. The greeting has
+    /// `time`.
     pub fn connect(
         name: &str,
         hello: &Arc<Hello>,
+        only: Option<Version>,
         time: Duration,
     ) -> Result<(Link, Event), LinkError> {
-        let link = Link::open(name, Version::Two, hello)?;
-        let mut answered = false;
-        match link.wait_event(Instant::now() + time, &mut answered) {
-            Ok(event) => Ok((link, event)),
-            Err(LinkError::Ended) if !answered && hello.key.is_none() => {
-                let link = Link::open(name, Version::One, hello)?;
-                let holdings = Default::default();
-                Ok((link, Event::Joined { facts: None, holdings, compared: 0 }))
+        if only != Some(Version::One) {
+            let link = Link::open(name, Version::Two, hello)?;
+            let mut answered = false;
+            match link.wait_event(Instant::now() + time, &mut answered) {
+                Ok(event) => return Ok((link, event)),
+                // So does one that speaks version 1 only.
+                Err(LinkError::Ended) if !answered && only.is_none() && hello.key.is_none() => {}
+                Err(error) => return Err(error),
             }
-            Err(error) => Err(error),
         }
+        let link = Link::open(name, Version::One, hello)?;
+        let holdings = Default::default();
+        Ok((link, Event::Joined { facts: None, holdings, compared: 0 }))
     }
 
     fn open(name: &str, version: Version, hello: &Arc<Hello>) -> Result<Link, LinkError> {

@@ -105,6 +105,8 @@ impl Worker {
     /// reason.
     pub fn reply(&self, request: Request) -> (Vec<u8>, Result<(), ExpertError>) {
         let _turn = self.turns.take();
+        #[cfg(feature = "mutations")]
+        let request = self.mutated_v1(request);
         let mut reply = Vec::new();
         let computed = self.compute_into(&request, &mut reply);
         match &computed {
@@ -130,6 +132,8 @@ impl Worker {
         is_wanted: impl Fn() -> bool,
     ) -> Answer {
         let _turn = self.turns.take();
+        #[cfg(feature = "mutations")]
+        let request = &self.mutated(request);
         let begun = Instant::now();
         let waited = begun.duration_since(arrived);
         let late = request.deadline_ms > 0 && waited.as_millis() > request.deadline_ms.into();
@@ -220,6 +224,24 @@ impl Worker {
         };
         compute_items(&self.experts, &self.compute, shape, layer, &request.items, deliver)?;
         Ok(places.len() as u64)
+    }
+}
+
+#[cfg(feature = "mutations")]
+impl Worker {
+    fn mutated(&self, request: &Compute) -> Compute {
+        let mut request = request.clone();
+        let key = (request.layer, request.experts[0].0);
+        crate::mutation::rotate_back(self.experts.table(), key, &self.compute, &mut request.values);
+        request
+    }
+
+    fn mutated_v1(&self, mut request: Request) -> Request {
+        for item in &mut request.items {
+            let key = (request.layer, item.expert);
+            crate::mutation::rotate_back(self.experts.table(), key, &self.compute, &mut item.rows);
+        }
+        request
     }
 }
 

@@ -99,6 +99,7 @@ fn coordinator(
         audit: 0,
         request_time: Duration::from_secs(20),
         key: None,
+        version: None,
         partial_sums: false,
         hedge: false,
         notice: Arc::new(move |text: &str| notes.lock().unwrap().push(text.to_owned())),

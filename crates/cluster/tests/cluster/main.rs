@@ -2,6 +2,8 @@
 //! coordinator over TCP.
 
 mod coordinator;
+mod session;
 mod support;
 mod v1;
+mod v2;
 mod worker;

@@ -12,13 +12,13 @@ use crate::support::{arg, coli, fixture, hummingbird, run};
 const SHAPE: Shape = Shape { hidden: 256, intermediate: 128, layers: 8, experts: 24 };
 
 /// A worker that is ended when dropped.
-struct Worker {
-    child: Child,
-    address: String,
+pub struct Worker {
+    pub child: Child,
+    pub address: String,
 }
 
 impl Worker {
-    fn start(args: &[&str]) -> Worker {
+    pub fn start(args: &[&str]) -> Worker {
         let mut command = coli();
         command.args(["cluster", "worker", "--listen", "127.0.0.1:0"]).args(args);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -117,14 +117,19 @@ fn a_worker_refuses_what_it_cannot_serve_before_it_listens() {
 }
 
 /// Workers of a model at different levels, thread counts, ceilings and readers.
-fn fleet(model: &str, activations: &str, count: usize) -> Vec<Worker> {
+pub fn fleet(model: &str, activations: &str, count: usize) -> Vec<Worker> {
+    fleet_with(model, activations, count, &[])
+}
+
+/// The same with further flags.
+pub fn fleet_with(model: &str, activations: &str, count: usize, flags: &[&str]) -> Vec<Worker> {
     let settings: [&[&str]; 3] = [
         &["--isa", "scalar", "--threads", "1"],
         &["--threads", "2", "--io", "direct", "--ram", "0.2"],
         &["--isa", "scalar", "--io", "buffered", "--ram", "0.5"],
     ];
     let common = ["--model", model, "--activations", activations];
-    let start = |args: &&[&str]| Worker::start(&[args, &common[..]].concat());
+    let start = |args: &&[&str]| Worker::start(&[args, &common[..], flags].concat());
     settings.iter().take(count).map(start).collect()
 }
 
@@ -140,7 +145,7 @@ fn oracle(name: &str, activations: &str, workers: &[Worker]) -> serde_json::Valu
     let mut args = vec!["oracle", "--model", arg(&model), "--reference", arg(&reference)];
     args.extend(["--activations", activations, "--fingerprint", "--json"]);
     if !workers.is_empty() {
-        args.extend(["--cluster-workers", &list]);
+        args.extend(["--cluster-workers", &list, "--no-hedge"]);
     }
     let outcome = run(&args);
     // Only f32 activations reproduce the reference's tokens.

@@ -4,6 +4,7 @@ mod bench;
 mod cluster;
 mod commands;
 mod convert;
+mod gate;
 mod hostile;
 mod memory;
 mod mirror;

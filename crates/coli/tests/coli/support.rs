@@ -51,6 +51,8 @@ pub fn coli() -> Command {
     command.env("COLI_NO_USAGE", "true").env("COLI_PIN", "none");
     command.env("XDG_STATE_HOME", "/nonexistent");
     command.current_dir(root()).stdin(Stdio::null());
+    #[cfg(feature = "mutations")]
+    command.envs(cluster::mutation::name().map(|name| ("MUTATION", name)));
     command
 }
 

@@ -191,6 +191,7 @@ fn run(seed: u64) -> (&'static str, Activations, Outcome) {
         audit,
         request_time: Duration::from_secs(10),
         key,
+        version: None,
         partial_sums: noise.once_in(3),
         hedge: noise.once_in(2),
         notice: Arc::new(move |text: &str| notes.lock().unwrap().push(text.to_owned())),
