@@ -7,7 +7,7 @@ use std::process::{Child, Stdio};
 use cluster::wire::Shape;
 use cluster::wire::v1::{OK, ReplyReader, put_item, put_request};
 
-use crate::support::{arg, coli, fixture, hummingbird, run};
+use crate::support::{arg, coli, finish, fixture, hummingbird, run};
 
 const SHAPE: Shape = Shape { hidden: 256, intermediate: 128, layers: 8, experts: 24 };
 
@@ -191,31 +191,69 @@ fn every_fixture_has_the_same_logits_with_a_worker() {
     }
 }
 
-#[test]
-fn workers_that_are_killed_at_any_moment_change_no_token() {
-    let model = hummingbird();
-    let generate = ["run", "--model", arg(&model), "--ids", "5,6,7,8", "--max-tokens", "48"];
-    let alone = run(&generate).expect(0).stdout;
-    for moment in 0..9 {
-        let mut workers = fleet(arg(&model), "int8", 3);
+/// The line of a run that has its fingerprint.
+fn fingerprint(stderr: &[u8]) -> String {
+    let text = String::from_utf8_lossy(stderr);
+    let line = text.lines().find(|line| line.starts_with("fingerprint "));
+    line.unwrap_or_else(|| panic!("{text}")).to_owned()
+}
+
+/// Kills one or two of three workers at some moments of a run; none changes a logit, and no run ends.
+fn kill_at_moments(model: &str, prompt: &[&str], moments: usize, mut seed: u64) {
+    let generate = ["run", "--model", model, "--max-tokens", "60", "--fingerprint"];
+    let generate = [&generate[..], prompt].concat();
+    let alone = finish(coli().args(&generate)).expect(0);
+    assert!(alone.stdout.len() > 100, "{}", alone.stdout);
+    let want = fingerprint(alone.stderr.as_bytes());
+    let mut next = |bound: usize| {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (seed >> 33) as usize % bound
+    };
+    let mut workers = fleet(model, "int8", 3);
+    let mut noticed = 0;
+    for moment in 0..moments {
         let list = addresses(&workers);
         let mut command = coli();
-        command.args(generate).args(["--cluster-workers", &list]);
+        command.args(&generate).args(["--cluster-workers", &list]);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        // After some of the answer: the first ones in the prompt, or before the workers are used.
-        let mut said = vec![0; alone.len() * moment / 10];
+        // After some of the answer: none of it is while workers join or the prompt is computed.
+        let mut said = vec![0; next(alone.stdout.len())];
         child.stdout.as_mut().unwrap().read_exact(&mut said).unwrap();
-        workers[moment % 3].child.kill().unwrap();
-        if moment % 2 == 1 {
-            workers[(moment + 1) % 3].child.kill().unwrap();
-        }
+        let first = next(3);
+        let mut killed = vec![first];
+        killed.extend((next(3) == 0).then_some((first + 1) % 3));
+        killed.iter().for_each(|at| workers[*at].child.kill().unwrap());
         let output = child.wait_with_output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "moment {moment}: {stderr}");
+        assert_eq!(fingerprint(&output.stderr), want, "moment {moment}: {stderr}");
+        noticed += usize::from(stderr.contains("computed elsewhere"));
         let all = [said, output.stdout].concat();
-        assert_eq!(String::from_utf8(all).unwrap(), alone, "moment {moment}: {stderr}");
+        assert_eq!(String::from_utf8(all).unwrap(), alone.stdout, "moment {moment}: {stderr}");
+        for at in killed {
+            workers[at] = fleet(model, "int8", at + 1).remove(at);
+        }
     }
+    // Most were in time to matter.
+    assert!(noticed * 2 > moments, "{noticed} of {moments}");
+}
+
+#[test]
+fn workers_killed_at_25_moments_of_the_bundled_model_change_no_logit() {
+    let prompt = ["--seed", "5", "--temperature", "0.9", "Once upon a time"];
+    kill_at_moments(arg(&hummingbird()), &prompt, 25, 3);
+}
+
+#[test]
+fn workers_killed_at_25_moments_of_a_synthetic_model_change_no_logit() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    let args = ["synth", arg(&model), "--like", "olmoe", "--layers", "3", "--experts", "16"];
+    let shape =
+        ["--hidden", "256", "--expert-intermediate", "128", "--vocab", "512", "--context", "256"];
+    run(&[&args[..], &shape].concat()).expect(0);
+    kill_at_moments(arg(&model), &["--ids", "5,6,7,8"], 25, 8);
 }
 
 #[test]

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use cluster::coordinator::core::Core;
+use cluster::coordinator::core::{Core, Peers};
 use cluster::coordinator::{CoordinatorOptions, RowCounts};
 use cluster::session::coordinator::Version;
 use cluster::wire::secure::{Key, Policy};
@@ -29,6 +29,8 @@ use self::world::{Faults, Happened, Node, Noise, World};
 
 /// Seeds of an ordinary test run.
 const SEEDS: Range<u64> = 0..400;
+/// Longest time for a request.
+const DEADLINE_MAX: Duration = Duration::from_secs(30);
 /// Models, each with one of the same shape and other weights.
 const MODELS: [(&str, &str); 3] =
     [("glm-int4-g32", "glm-int8-row"), ("glm-e8", "glm-e8"), ("olmoe-int4-g48", "olmoe-int4-g48")];
@@ -50,7 +52,13 @@ impl ExpertBackend for Simulated {
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ExpertError> {
         self.0.think();
-        self.0.core().compute(&*self.0, compute, layer, batch, sum, meanwhile)
+        let started = self.0.now();
+        let computed = self.0.core().compute(&*self.0, compute, layer, batch, sum, meanwhile);
+        // Each worker is waited for once, as long as its deadline allows at most.
+        let workers = self.0.core().fleet().peers().len() as u32;
+        let took = self.0.now().duration_since(started);
+        assert!(took <= DEADLINE_MAX * workers, "{took:?} for {workers} workers");
+        computed
     }
 
     fn stats(&self) -> ExpertStats {
