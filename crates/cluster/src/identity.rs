@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use container::Config;
+use container::config::MAX_ROUTED_EXPERTS;
 use experts::cache::Key as ExpertKey;
 use experts::load::ExpertTable;
 use numerics::{Activations, NUMERICS_VERSION};
@@ -50,6 +51,9 @@ pub struct Facts {
     /// Most bytes of rows of a request or of its outputs.
     #[serde(default)]
     pub request_bytes: u64,
+    /// Whether it only looks: it need not agree with anything, and may not ask for outputs.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub observer: bool,
 }
 
 /// Two machines that do not compute the same.
@@ -85,7 +89,34 @@ impl Facts {
             ram_bytes: 0,
             cache_bytes: 0,
             request_bytes: 0,
+            observer: false,
         }
+    }
+
+    /// Those of a machine that only looks.
+    pub fn of_observer() -> Facts {
+        Facts {
+            numerics: NUMERICS_VERSION,
+            activations: String::new(),
+            model: String::new(),
+            hidden: 0,
+            intermediate: 0,
+            layers: 0,
+            experts: 0,
+            engine: env!("CARGO_PKG_VERSION").to_owned(),
+            isa: String::new(),
+            threads: 0,
+            ram_bytes: 0,
+            cache_bytes: 0,
+            request_bytes: 0,
+            observer: true,
+        }
+    }
+
+    /// The shape of its model.
+    pub fn shape(&self) -> Shape {
+        let Facts { hidden, intermediate, layers, experts, .. } = *self;
+        Shape { hidden, intermediate, layers, experts }
     }
 
     /// The first thing in which a peer differs.
@@ -221,6 +252,9 @@ impl Holdings {
             let hashes = rest.split_at_checked(count as usize * known as usize * 16);
             let (hashes, after) = hashes.ok_or(malformed("holdings end too early"))?;
             rest = after;
+            if holdings.len() + count as usize > MAX_ROUTED_EXPERTS {
+                return Err(malformed("holdings name more experts than any model has"));
+            }
             let mut hashes = hashes.as_chunks::<16>().0.iter();
             for expert in first..first + count {
                 if holdings.experts.insert((layer, expert), hashes.next().copied()).is_some() {

@@ -10,6 +10,7 @@ pub mod identity;
 mod items;
 #[cfg(feature = "mutations")]
 pub mod mutation;
+pub mod registry;
 pub mod session;
 mod tcp;
 pub mod wire;

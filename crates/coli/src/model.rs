@@ -7,7 +7,7 @@ use container::{Config, Family, Tokenizer};
 use experts::{IoMode, Pairs, ReadAhead, RouteShape};
 use lab::manifest::Manifest;
 use models::Int8Classes;
-use numerics::{Activations, Isa, NUMERICS_VERSION};
+use numerics::{Activations, Compute, Isa, Level, NUMERICS_VERSION, Team};
 use runtime::engine::PREFILL_CHUNK;
 use runtime::machine::Machine;
 use runtime::{Engine, EngineOptions};
@@ -84,13 +84,26 @@ pub fn tuned_options(args: &EngineArgs) -> Result<(EngineOptions, Option<Found>)
     Ok((options, found))
 }
 
+/// The level of a flag, or the best that there is.
+fn isa_of(level: Option<Level>) -> Result<Isa, Failure> {
+    let Some(level) = level else { return Ok(Isa::detect()) };
+    Isa::at(level).ok_or_else(|| Failure::usage(format!("this CPU does not have {level}")))
+}
+
+/// Level, threads and activations of the flags, without an engine.
+pub fn compute(
+    level: Option<Level>,
+    threads: Option<usize>,
+    activations: Activations,
+) -> Result<Compute, Failure> {
+    let threads = threads.unwrap_or_else(|| Machine::default().compute_threads());
+    let team = Team::new(threads).map_err(runtime::OpenError::from)?;
+    Ok(Compute::new(isa_of(level)?, Arc::new(team), activations))
+}
+
 /// Engine options of the flags alone.
 pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
-    let isa = match args.isa {
-        None => Isa::detect(),
-        Some(level) => Isa::at(level)
-            .ok_or_else(|| Failure::usage(format!("this CPU does not have {level}")))?,
-    };
+    let isa = isa_of(args.isa)?;
     Ok(EngineOptions {
         dirs: dirs(&args.model)?,
         ram_bytes: args.ram,

@@ -10,7 +10,7 @@ use experts::{ExpertBackend, ExpertError, ExpertRows, LocalExperts, Notice, Rout
 use numerics::{Compute, combine};
 
 use super::difference::Difference;
-use super::fleet::{Fleet, State, UnknownPlace};
+use super::fleet::{Fleet, State};
 use super::placement::{Rule, mix};
 use super::step::{Action, Step, Wanted};
 use crate::identity::{Facts, Holdings};
@@ -172,9 +172,9 @@ impl Core {
         compute: &Compute,
         options: CoordinatorOptions,
         seed: u64,
-    ) -> Result<Core, UnknownPlace> {
+    ) -> Core {
         let rules = options.rules.clone();
-        let mut fleet = Fleet::new(&options.workers, rules, options.request_time)?;
+        let mut fleet = Fleet::new(&options.workers, rules, options.request_time);
         fleet.hedges = options.hedge;
         let hello = Hello {
             facts: Facts {
@@ -186,14 +186,14 @@ impl Core {
             shape: Shape::of(config),
             key: options.key.clone(),
         };
-        Ok(Core {
+        Core {
             options,
             hello: Arc::new(hello),
             local,
             compute: compute.clone(),
             fleet: Mutex::new(fleet),
             counters: Counters { draws: AtomicU64::new(seed), ..Counters::default() },
-        })
+        }
     }
 
     /// What is known of the workers.
@@ -211,8 +211,9 @@ impl Core {
         &self.local
     }
 
-    fn name(&self, at: usize) -> &str {
-        &self.options.workers[at]
+    /// The name of a worker.
+    pub fn name(&self, at: usize) -> String {
+        self.fleet().peers()[at].name.clone()
     }
 
     pub(super) fn notice(&self, at: usize, text: &str) {

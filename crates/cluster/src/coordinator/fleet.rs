@@ -95,7 +95,8 @@ impl Peer {
 #[derive(Clone, Debug)]
 pub struct Fleet {
     peers: Vec<Peer>,
-    rules: Vec<(Rule, Place)>,
+    /// Rules and whom each names; nobody yet where workers come later.
+    rules: Vec<(Rule, Option<Place>)>,
     request_time: Duration,
     /// Whether late answers are asked of others too.
     pub hedges: bool,
@@ -112,23 +113,34 @@ pub struct UnknownPlace {
 }
 
 impl Fleet {
-    /// Workers of these names. Of several rules for an expert the first one counts; a worker that a
-    /// rule names gets nothing but what rules give it.
-    pub fn new(
-        names: &[String],
-        rules: Vec<Rule>,
-        request_time: Duration,
-    ) -> Result<Fleet, UnknownPlace> {
-        let place_of = |rule: &Rule| match names.iter().position(|name| *name == rule.place) {
-            Some(at) => Ok(Place::Worker(at)),
-            None if rule.place == "local" => Ok(Place::Local),
-            None => Err(UnknownPlace { name: rule.place.clone(), known: names.join(", ") }),
-        };
-        let rules = rules.into_iter().map(|rule| Ok((place_of(&rule)?, rule)));
-        let rules: Vec<_> =
-            rules.map(|both| both.map(|(place, rule)| (rule, place))).collect::<Result<_, _>>()?;
-        let peer = |(at, name): (usize, &String)| Peer {
-            name: name.clone(),
+    /// Workers of these names; others may be added. Of several rules for an expert the first one counts; a
+    /// worker that a rule names gets nothing but what rules give it.
+    pub fn new(names: &[String], rules: Vec<Rule>, request_time: Duration) -> Fleet {
+        let rules = rules.into_iter().map(|rule| {
+            let is_local = rule.place == "local";
+            (rule, is_local.then_some(Place::Local))
+        });
+        let rules = rules.collect();
+        let mut fleet = Fleet { peers: Vec::new(), rules, request_time, hedges: false };
+        names.iter().for_each(|name| {
+            fleet.add(name);
+        });
+        fleet
+    }
+
+    /// Adds a worker; a name that is there already is the same worker. Returns its number.
+    pub fn add(&mut self, name: &str) -> usize {
+        if let Some(at) = self.peers.iter().position(|peer| peer.name == name) {
+            return at;
+        }
+        let at = self.peers.len();
+        let mut by_rules = false;
+        for (rule, place) in self.rules.iter_mut().filter(|(rule, _)| rule.place == name) {
+            debug_assert!(rule.place != "local");
+            (*place, by_rules) = (Some(Place::Worker(at)), true);
+        }
+        self.peers.push(Peer {
+            name: name.to_owned(),
             state: State::Joining,
             rows: 0,
             failures: 0,
@@ -140,12 +152,18 @@ impl Fleet {
             weight: 1.0,
             version: None,
             holdings: None,
-            by_rules: rules.iter().any(|(_, place)| *place == Place::Worker(at)),
+            by_rules,
             // By the name, so that a list in another order places experts alike.
             id: name.bytes().fold(0, |id, byte| super::placement::mix(id ^ u64::from(byte))),
-        };
-        let peers = names.iter().enumerate().map(peer).collect();
-        Ok(Fleet { peers, rules, request_time, hedges: false })
+        });
+        at
+    }
+
+    /// The first rule that names nobody who is known.
+    pub fn unknown_place(&self) -> Option<UnknownPlace> {
+        let (rule, _) = self.rules.iter().find(|(_, place)| place.is_none())?;
+        let known: Vec<&str> = self.peers.iter().map(|peer| &peer.name[..]).collect();
+        Some(UnknownPlace { name: rule.place.clone(), known: known.join(", ") })
     }
 
     /// The workers.
@@ -158,8 +176,8 @@ impl Fleet {
         let among = |peer: &Peer| well(peer) && peer.has((layer as u32, expert));
         if let Some((_, place)) = self.rules.iter().find(|(rule, _)| rule.covers(layer, expert)) {
             return match place {
-                Place::Worker(at) if !among(&self.peers[*at]) => Place::Local,
-                place => *place,
+                Some(Place::Worker(at)) if among(&self.peers[*at]) => Place::Worker(*at),
+                _ => Place::Local,
             };
         }
         let free = self.peers.iter().enumerate().filter(|(_, peer)| !peer.by_rules && among(peer));
@@ -346,7 +364,7 @@ mod tests {
     fn fleet(rules: &[&str]) -> Fleet {
         let names = ["a:1", "b:1", "c:1"].map(str::to_owned);
         let rules = rules.iter().map(|rule| rule.parse().unwrap()).collect();
-        let mut fleet = Fleet::new(&names, rules, Duration::from_secs(10)).unwrap();
+        let mut fleet = Fleet::new(&names, rules, Duration::from_secs(10));
         (0..3).for_each(|at| assert!(fleet.ready(at)));
         fleet
     }
@@ -419,9 +437,17 @@ mod tests {
         }
         fleet.failed(1, Instant::now());
         assert_eq!(fleet.place(2, 9), Place::Local);
-        let rules = vec!["layers 1=x".parse().unwrap()];
-        let unknown = Fleet::new(&["a:1".to_owned()], rules, Duration::from_secs(10));
-        assert!(unknown.unwrap_err().to_string().contains("\"x\""));
+        assert!(fleet.unknown_place().is_none());
+        let rules = vec!["layers 1=x:1".parse().unwrap()];
+        let mut fleet = Fleet::new(&["a:1".to_owned()], rules, Duration::from_secs(10));
+        assert!(fleet.ready(0));
+        assert!(fleet.unknown_place().unwrap().to_string().contains("\"x:1\""));
+        assert_eq!(fleet.place(1, 0), Place::Local);
+        // Until it comes.
+        let added = fleet.add("x:1");
+        assert!(fleet.ready(added) && fleet.unknown_place().is_none());
+        assert_eq!(fleet.place(1, 0), Place::Worker(added));
+        assert_eq!((fleet.place(2, 0), fleet.add("a:1")), (Place::Worker(0), 0));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use super::core::Reply;
 use crate::session::SessionError;
 use crate::session::coordinator::{CoordinatorSession, Event, Hello, Request, Version};
 use crate::tcp::{self, TcpError};
-use crate::wire::v2::Answer;
+use crate::wire::v2::{Answer, Load};
 
 /// Time for a connection to be made.
 const CONNECT_TIME: Duration = Duration::from_secs(3);
@@ -224,6 +224,16 @@ impl Link {
                 && id == wanted
             {
                 return Ok(answer);
+            }
+        }
+    }
+
+    /// Asks what the worker is doing, before anybody else reads.
+    pub fn load(&self, deadline: Instant) -> Result<Load, LinkError> {
+        self.session().ping(1)?;
+        loop {
+            if let Event::Pong { id: 1, load } = self.wait_event(deadline, &mut false)? {
+                return Ok(load);
             }
         }
     }

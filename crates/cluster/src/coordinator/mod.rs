@@ -6,15 +6,17 @@
 
 pub mod core;
 mod difference;
+mod discovery;
 pub mod fleet;
 mod link;
+mod observe;
 pub mod placement;
 pub mod step;
 mod threads;
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use container::Config;
@@ -23,8 +25,10 @@ use numerics::Compute;
 
 pub use self::core::{CoordinatorOptions, RowCounts};
 use self::core::{Core, Peers, Reply};
+pub use self::discovery::Discovery;
 pub use self::fleet::{Peer, State, UnknownPlace};
 use self::link::Waiting;
+pub use self::observe::{Examined, Observed, observe};
 use self::threads::{Job, Shared, entropy};
 use crate::session::coordinator::Request;
 
@@ -38,8 +42,6 @@ pub const REQUEST_TIME: Duration = Duration::from_secs(10);
 /// The experts of a cluster.
 pub struct Coordinator {
     shared: Arc<Shared>,
-    jobs: Vec<Sender<Job>>,
-    threads: Vec<JoinHandle<()>>,
 }
 
 impl Coordinator {
@@ -51,33 +53,25 @@ impl Coordinator {
     }
 
     /// Connects to workers and compares some outputs of each with those of `local`, which holds all
-    /// experts of the model. Waits until each has joined or failed to, some seconds at most.
+    /// experts of the model. Waits until each that is known at first has joined or failed to, some
+    /// seconds at most; `discovery` finds others from then on.
     pub fn new(
         config: &Config,
         local: Arc<LocalExperts>,
         compute: &Compute,
         options: CoordinatorOptions,
+        discovery: Option<Discovery>,
     ) -> Result<Coordinator, UnknownPlace> {
-        let count = options.workers.len();
-        let core = Core::new(config, local, compute, options, entropy())?;
-        let shared = Arc::new(Shared::new(core));
-        let (mut jobs, mut threads) = (Vec::new(), Vec::new());
-        for at in 0..count {
-            let (sender, receiver) = channel();
-            let (shared_there, own) = (shared.clone(), sender.clone());
-            let spawned = thread::Builder::new()
-                .name(format!("coli-worker-{at}"))
-                .spawn(move || shared_there.run(at, &receiver, &own));
-            match spawned {
-                Ok(thread) => threads.push(thread),
-                // Without its thread a worker never joins.
-                Err(error) => {
-                    shared.leave(at, &error.to_string());
-                }
-            }
-            jobs.push(sender);
+        let discovery = discovery.map(|discovery| (discovery, options.notice.clone()));
+        let core = Core::new(config, local, compute, options, entropy());
+        if let Some(unknown) = core.fleet().unknown_place().filter(|_| discovery.is_none()) {
+            return Err(unknown);
         }
-        let coordinator = Coordinator { shared, jobs, threads };
+        let shared = Shared::new(core);
+        if let Some((discovery, notice)) = discovery {
+            discovery.start(&shared, notice);
+        }
+        let coordinator = Coordinator { shared };
         coordinator.wait_joined();
         Ok(coordinator)
     }
@@ -126,16 +120,14 @@ impl Peers for StepPeers<'_> {
     fn ask(&self, worker: usize, number: usize, request: Request, deadline: Instant) {
         let waiting = Waiting { number, replies: self.sender.clone() };
         let job = Job::Ask { request, waiting, deadline };
-        if let Err(failed) = self.coordinator.jobs[worker].send(job)
-            && let Job::Ask { waiting, .. } = failed.0
-        {
+        if let Err(Job::Ask { waiting, .. }) = self.coordinator.shared.send(worker, job) {
             waiting.tell(None);
         }
     }
 
     fn cancel(&self, worker: usize, id: u64) {
         // Whoever has ended answers nothing in any case.
-        let _ = self.coordinator.jobs[worker].send(Job::Cancel(id));
+        let _ = self.coordinator.shared.send(worker, Job::Cancel(id));
     }
 
     fn close(&self, worker: usize) {
@@ -174,12 +166,13 @@ impl ExpertBackend for Coordinator {
 
 impl Drop for Coordinator {
     fn drop(&mut self) {
-        for jobs in self.jobs.drain(..) {
-            // One that has ended needs no telling.
-            let _ = jobs.send(Job::Stop);
-        }
+        self.shared.stop();
+        let threads = {
+            let mut threads = self.shared.threads.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::take(&mut *threads)
+        };
         let deadline = Instant::now() + THREAD_TIME;
-        for thread in self.threads.drain(..) {
+        for thread in threads {
             // One that waits for a worker's answer is not waited for.
             while !thread.is_finished() && Instant::now() < deadline {
                 thread::sleep(Duration::from_millis(1));

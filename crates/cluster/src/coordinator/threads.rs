@@ -1,8 +1,9 @@
 //! The threads of a coordinator: for each worker one that connects and sends, and one that reads.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::core::{Core, Unfit};
@@ -19,10 +20,20 @@ const PONG_TIME: Duration = Duration::from_secs(10);
 /// What the threads of a coordinator share.
 pub(super) struct Shared {
     pub core: Core,
-    /// Connections of the workers that have one.
-    links: Vec<Mutex<Option<Arc<Link>>>>,
     /// A worker has joined or failed to.
     pub joined: Condvar,
+    /// Of each worker.
+    ends: RwLock<Vec<End>>,
+    pub threads: Mutex<Vec<JoinHandle<()>>>,
+    stopping: AtomicBool,
+}
+
+/// A worker, as seen from here.
+struct End {
+    /// Reaches its thread.
+    jobs: Sender<Job>,
+    /// Its connection, while there is one.
+    link: Mutex<Option<Arc<Link>>>,
 }
 
 /// Something for the thread of a worker.
@@ -38,9 +49,70 @@ pub(super) enum Job {
 }
 
 impl Shared {
-    pub fn new(core: Core) -> Shared {
-        let links = core.fleet().peers().iter().map(|_| Mutex::default()).collect();
-        Shared { core, links, joined: Condvar::new() }
+    /// A coordinator's workers, each with its thread.
+    pub fn new(core: Core) -> Arc<Shared> {
+        let names: Vec<String> =
+            core.fleet().peers().iter().map(|peer| peer.name.clone()).collect();
+        let shared = Arc::new(Shared {
+            core,
+            joined: Condvar::new(),
+            ends: RwLock::default(),
+            threads: Mutex::default(),
+            stopping: AtomicBool::new(false),
+        });
+        names.iter().for_each(|name| shared.add(name));
+        shared
+    }
+
+    /// Adds a worker, unless it is there already.
+    pub fn add(self: &Arc<Self>, name: &str) {
+        let mut ends = self.ends.write().unwrap_or_else(PoisonError::into_inner);
+        let at = self.core.fleet().add(name);
+        if at < ends.len() {
+            return;
+        }
+        let (sender, receiver) = channel();
+        ends.push(End { jobs: sender.clone(), link: Mutex::default() });
+        drop(ends);
+        let shared = self.clone();
+        let spawned = thread::Builder::new()
+            .name(format!("coli-worker-{at}"))
+            .spawn(move || shared.run(at, &receiver, &sender));
+        match spawned {
+            Ok(thread) => self.keep(thread),
+            // Without its thread a worker never joins.
+            Err(error) => {
+                self.leave(at, &error.to_string());
+            }
+        }
+    }
+
+    /// Keeps a thread, to be waited for at the end.
+    pub fn keep(&self, thread: JoinHandle<()>) {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+    }
+
+    fn ends(&self) -> RwLockReadGuard<'_, Vec<End>> {
+        self.ends.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives the thread of a worker something to do; the job comes back when there is none.
+    pub fn send(&self, at: usize, job: Job) -> Result<(), Job> {
+        self.ends()[at].jobs.send(job).map_err(|failed| failed.0)
+    }
+
+    /// Ends all threads.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        for end in &*self.ends() {
+            // One that has ended needs no telling.
+            let _ = end.jobs.send(Job::Stop);
+        }
+    }
+
+    /// Whether the coordinator ends.
+    pub fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::SeqCst)
     }
 
     /// A worker failed. Returns when it is tried again.
@@ -52,12 +124,12 @@ impl Shared {
 
     /// Ends the connection with a worker.
     pub fn close(&self, at: usize) {
-        let link = self.links[at].lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let link = self.ends()[at].link.lock().unwrap_or_else(PoisonError::into_inner).clone();
         link.into_iter().for_each(|link| link.close());
     }
 
     fn set_link(&self, at: usize, link: Option<Arc<Link>>) {
-        *self.links[at].lock().unwrap_or_else(PoisonError::into_inner) = link;
+        *self.ends()[at].link.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }
 
     /// The thread of one worker: connects, sends, and tries again after failures. `own` reaches it.
@@ -157,8 +229,8 @@ impl Shared {
     fn join(&self, at: usize) -> Result<(Link, String), Unfit> {
         let failed = |error: LinkError| Unfit::Failed(error.to_string());
         let (hello, options) = (self.core.hello(), &self.core.options);
-        let (name, only, time) = (&options.workers[at], options.version, options.request_time);
-        let (link, event) = Link::connect(name, hello, only, time).map_err(failed)?;
+        let (name, only, time) = (self.core.name(at), options.version, options.request_time);
+        let (link, event) = Link::connect(&name, hello, only, time).map_err(failed)?;
         let said = self.core.greeted(at, link.version(), event);
         // Others than the first comparison must find a mistake that is made on purpose.
         #[cfg(feature = "mutations")]

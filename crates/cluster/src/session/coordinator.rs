@@ -310,6 +310,11 @@ fn joined_by(hello: &Hello, frame: &Frame) -> Result<Event, SessionError> {
     match frame.kind {
         Kind::Hello => {
             let (facts, rest) = facts_of(&frame.body)?;
+            if hello.facts.observer {
+                let holdings = holdings_of(rest, &facts.shape())?;
+                let facts = Some(Box::new(facts));
+                return Ok(Event::Joined { facts, holdings, compared: 0 });
+            }
             hello.facts.check(&facts)?;
             let holdings = holdings_of(rest, &hello.shape)?;
             let compared = hello.holdings.compare(&holdings);

@@ -69,6 +69,7 @@ enum State {
         channel: Box<Channel>,
         frames: FrameReader,
         greeted: bool,
+        observer: bool,
     },
 }
 
@@ -153,7 +154,7 @@ impl WorkerSession {
                         wishes.push(Wish::V1(request));
                     }
                 }
-                State::V2 { channel, frames, greeted } => {
+                State::V2 { channel, frames, greeted, observer } => {
                     let mut plain = Vec::new();
                     channel.receive(input, &mut plain)?;
                     input = &[];
@@ -161,13 +162,16 @@ impl WorkerSession {
                     while !plain.is_empty() {
                         let budgets = Budgets {
                             hello: if *greeted { 0 } else { HELLO_BYTES },
-                            compute: if *greeted { welcome.compute_bytes() } else { 0 },
+                            compute: match *greeted && !*observer {
+                                true => welcome.compute_bytes(),
+                                false => 0,
+                            },
                             answer: 0,
                         };
                         let Some(frame) = frames.take(&mut plain, &budgets)? else { break };
                         if !*greeted {
                             let facts = greeted_by(&welcome, frame)?;
-                            *greeted = true;
+                            (*greeted, *observer) = (true, facts.observer);
                             let mut hello = Vec::with_capacity(FRAME_HEAD + welcome.greeting.len());
                             put_frame(&mut hello, Kind::Hello, 0, &welcome.greeting);
                             channel.send(&hello)?;
@@ -195,7 +199,8 @@ impl WorkerSession {
             V2 => {
                 let mut channel = Box::new(Channel::worker(welcome.policy.clone()));
                 channel.receive(first, &mut Vec::new())?;
-                self.state = State::V2 { channel, frames: FrameReader::default(), greeted: false };
+                let frames = FrameReader::default();
+                self.state = State::V2 { channel, frames, greeted: false, observer: false };
             }
             found => return Err(WireError::Version { found, wanted: V2 }.into()),
         }
@@ -246,7 +251,9 @@ fn greeted_by(welcome: &Welcome, frame: Frame) -> Result<Facts, SessionError> {
     match frame.kind {
         Kind::Hello => {
             let (facts, _) = facts_of(&frame.body)?;
-            welcome.facts.check(&facts)?;
+            if !facts.observer {
+                welcome.facts.check(&facts)?;
+            }
             Ok(facts)
         }
         Kind::Refuse => Err(SessionError::Refused(shown(&frame.body))),

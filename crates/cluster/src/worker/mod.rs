@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 
 pub use limits::Limits;
 pub use open::{OpenError, Opened, WorkerOptions, open};
-pub use server::{Server, Stop};
+pub use server::{Server, Status as ServerStatus, Stop};
 
 use crate::items::compute_items;
 use crate::session::worker::Welcome;
@@ -32,6 +32,9 @@ pub struct Counters {
     rows: AtomicU64,
     failed: AtomicU64,
     refused: AtomicU64,
+    /// Experts computed, and time for them.
+    experts: AtomicU64,
+    computed_us: AtomicU64,
 }
 
 /// The values of [`Counters`] at one moment.
@@ -47,6 +50,17 @@ pub struct Counts {
     pub failed: u64,
     /// Connections ended because of what came, or because too many were open.
     pub refused: u64,
+    /// Experts computed, once per request.
+    pub experts: u64,
+    /// Microseconds that requests took once it was their turn.
+    pub computed_us: u64,
+}
+
+impl Counts {
+    /// Mean microseconds per expert, reads included; 0 before there was any.
+    pub fn us_per_expert(&self) -> u64 {
+        self.computed_us.checked_div(self.experts).unwrap_or(0)
+    }
 }
 
 /// Computes routed experts, one request at a time, in the order in which they came.
@@ -84,10 +98,17 @@ impl Worker {
 
     /// What was done so far.
     pub fn counts(&self) -> Counts {
-        let Counters { connections, requests, rows, failed, refused } = &self.counters;
-        let [connections, requests, rows, failed, refused] =
-            [connections, requests, rows, failed, refused].map(|n| n.load(Ordering::Relaxed));
-        Counts { connections, requests, rows, failed, refused }
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let counters = &self.counters;
+        Counts {
+            connections: load(&counters.connections),
+            requests: load(&counters.requests),
+            rows: load(&counters.rows),
+            failed: load(&counters.failed),
+            refused: load(&counters.refused),
+            experts: load(&counters.experts),
+            computed_us: load(&counters.computed_us),
+        }
     }
 
     /// Bytes of activations that computing a request of `rows_bytes` needs beside the request.
@@ -163,6 +184,9 @@ impl Worker {
         self.counters.rows.fetch_add(rows as u64, Ordering::Relaxed);
         let micros = |time: Duration| u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
         let (waited_us, computed_us) = (micros(waited), micros(begun.elapsed()));
+        let computed = statuses.iter().filter(|status| **status == Status::Computed).count();
+        self.counters.experts.fetch_add(computed as u64, Ordering::Relaxed);
+        self.counters.computed_us.fetch_add(computed_us.into(), Ordering::Relaxed);
         Answer { waited_us, computed_us, statuses, outputs }
     }
 

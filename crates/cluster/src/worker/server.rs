@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 use experts::{ExpertBackend, Notice};
 
 use super::limits::{Limits, Permit, Permits};
-use super::{Counters, Worker};
+use super::{Counters, Counts, Worker};
 use crate::session::SessionError;
 use crate::session::worker::{Welcome, Wish, WorkerSession};
 use crate::tcp::{self, TcpError};
-use crate::wire::v2::{Answer, Asked, Compute, Load, Outputs, Status};
+use crate::wire::v2::{Answer, Asked, Compute, Load, Outputs, Status as ItemStatus};
 
 /// Bytes read from a socket at once.
 const READ_BYTES: usize = 64 << 10;
@@ -112,6 +112,11 @@ pub struct Server {
 pub struct Stop(Arc<Shared>);
 
 impl Stop {
+    /// Whether the server is ending.
+    pub fn is_stopping(&self) -> bool {
+        self.0.is_stopping()
+    }
+
     /// Ends the server: no further connection is taken, those that rest are closed, and requests
     /// that have begun to come are still answered.
     pub fn stop(&self) {
@@ -129,6 +134,17 @@ impl Stop {
         }
         // Whoever waits for a connection gets one.
         let _ = TcpStream::connect_timeout(&self.0.address, Duration::from_secs(1));
+    }
+}
+
+/// What a server did.
+#[derive(Clone)]
+pub struct Status(Arc<Shared>);
+
+impl Status {
+    /// Up to now.
+    pub fn counts(&self) -> Counts {
+        self.0.worker.counts()
     }
 }
 
@@ -196,6 +212,11 @@ impl Server {
     /// What ends it.
     pub fn stop(&self) -> Stop {
         Stop(self.shared.clone())
+    }
+
+    /// What it did, for whoever asks later.
+    pub fn status(&self) -> Status {
+        Status(self.shared.clone())
     }
 
     /// The worker.
@@ -374,11 +395,11 @@ impl<'a> Peer<'a> {
                 if permit.is_none() && bytes > Limits::FREE_BYTES {
                     permit = shared.permits.take(arrived + limits.time_for(bytes));
                     if permit.is_none() {
-                        return self.answer_none(id, &request, Status::Busy);
+                        return self.answer_none(id, &request, ItemStatus::Busy);
                     }
                 }
                 if shared.is_stopping() {
-                    return self.answer_none(id, &request, Status::Draining);
+                    return self.answer_none(id, &request, ItemStatus::Draining);
                 }
                 connection.open_requests.fetch_add(1, Ordering::SeqCst);
                 let job = Job { id, request, arrived, permit };
@@ -404,7 +425,7 @@ impl<'a> Peer<'a> {
     }
 
     /// Answers that nothing was computed, and why.
-    fn answer_none(&self, id: u64, request: &Compute, status: Status) -> Result<(), End> {
+    fn answer_none(&self, id: u64, request: &Compute, status: ItemStatus) -> Result<(), End> {
         let statuses = vec![status; request.experts.len()];
         let outputs =
             if request.sums { Outputs::Sums(Vec::new()) } else { Outputs::Rows(Vec::new()) };

@@ -105,7 +105,7 @@ fn coordinator(
         notice: Arc::new(move |text: &str| notes.lock().unwrap().push(text.to_owned())),
     };
     change(&mut options);
-    let made = Coordinator::new(&config, local, &compute(Isa::detect()), options).unwrap();
+    let made = Coordinator::new(&config, local, &compute(Isa::detect()), options, None).unwrap();
     (made, config, said)
 }
 

@@ -26,6 +26,7 @@ fn facts() -> Facts {
         ram_bytes: 1 << 30,
         cache_bytes: 1 << 29,
         request_bytes: 1 << 20,
+        observer: false,
     }
 }
 
@@ -233,6 +234,22 @@ fn every_fact_that_must_agree_is_named_on_both_sides_when_it_does_not() {
     let mut pair = Pair::new(Version::Two, hello_plain(), welcome(theirs, None, true));
     pair.run(13);
     assert!(matches!(pair.said[..], [Event::Joined { .. }]), "{:?}", pair.errors);
+}
+
+#[test]
+fn an_observer_sees_what_a_worker_is_and_may_ask_for_nothing() {
+    let mut pair =
+        Pair::new(Version::Two, hello(Facts::of_observer(), None), welcome(facts(), None, true));
+    pair.run(17);
+    let joined = pair.said.remove(0);
+    let Event::Joined { facts: Some(theirs), holdings, .. } = joined else { panic!("{joined:?}") };
+    assert_eq!((*theirs, holdings.len()), (facts(), 2));
+    pair.coordinator.ping(4).unwrap();
+    pair.run(17);
+    assert_eq!(pair.wishes.pop(), Some(Wish::Ping(4)));
+    pair.coordinator.ask(request(Version::Two, 1)).unwrap();
+    pair.run(17);
+    assert!(pair.errors.1.is_some() && !matches!(pair.wishes.last(), Some(Wish::Compute { .. })));
 }
 
 #[test]

@@ -127,6 +127,7 @@ fn a_greeting_is_the_bytes_of_the_vector() {
         ram_bytes: 64_000_000_000,
         cache_bytes: 60_000_000_000,
         request_bytes: 67_108_864,
+        observer: false,
     };
     assert_eq!(facts, want);
     let holdings = holdings_of(rest, &SHAPE).unwrap();

@@ -26,6 +26,11 @@ pub struct ClusterArgs {
 pub enum ClusterCommand {
     /// Hold experts and compute them for coordinators that ask by protocol COLIEX01
     Worker(WorkerArgs),
+    /// Keep a list of the machines of a cluster, which workers join and coordinators read
+    #[command(alias = "coordinator")]
+    Registry(RegistryArgs),
+    /// Show the workers of a cluster: what they are, hold and do
+    Status(StatusArgs),
     /// Make a key for the machines of a cluster
     Key(KeyArgs),
 }
@@ -37,6 +42,10 @@ pub struct CoordinatorArgs {
     /// whatever they do not is computed here (CLUSTER_WORKERS is read too)
     #[arg(long, value_name = "HOST:PORT,…", env = "COLI_CLUSTER_WORKERS", value_delimiter = ',')]
     pub cluster_workers: Vec<String>,
+    /// Registry whose workers are used besides, also those that come later, such as
+    /// http://10.0.0.1:8765 (CLUSTER_COORDINATOR is read too)
+    #[arg(long, value_name = "URL", env = "COLI_CLUSTER_REGISTRY", alias = "cluster-coordinator")]
+    pub cluster_registry: Option<String>,
     /// Key of the cluster, made by `coli cluster key`; with one, nothing is sent unencrypted
     #[arg(long, value_name = "FILE", env = "COLI_CLUSTER_KEY")]
     pub cluster_key: Option<PathBuf>,
@@ -79,6 +88,13 @@ pub struct WorkerArgs {
     /// Experts of each layer to hold, first and last [default: all]
     #[arg(long, value_name = "A-B", env = "COLI_EXPERTS", value_parser = parse_span)]
     pub experts: Option<Range<usize>>,
+    /// Registry to be listed by, such as http://10.0.0.1:8765 (CLUSTER_COORDINATOR is read too)
+    #[arg(long, value_name = "URL", env = "COLI_CLUSTER_REGISTRY", alias = "cluster-coordinator")]
+    pub cluster_registry: Option<String>,
+    /// Host by which others reach this worker, with a port where that differs [default: the address
+    /// of --listen, or CLUSTER_ADVERTISE_HOST]
+    #[arg(long, value_name = "HOST[:PORT]", env = "COLI_ADVERTISE", requires = "cluster_registry")]
+    pub advertise: Option<String>,
     /// Key of the cluster, made by `coli cluster key`
     #[arg(long, value_name = "FILE", env = "COLI_CLUSTER_KEY")]
     pub cluster_key: Option<PathBuf>,
@@ -117,4 +133,44 @@ pub struct WorkerArgs {
 pub struct KeyArgs {
     /// File to write, which must not exist; copy it to every machine of the cluster
     pub file: PathBuf,
+}
+
+/// `coli cluster registry`.
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Machines register by POST /v1/cluster/register and say every 10 seconds that they are there; GET
+/v1/cluster/topology lists them. With --cluster-key requests must carry a token that is made from it.
+The registry is believed in nothing that matters: coordinators compare every worker themselves.")]
+pub struct RegistryArgs {
+    /// Address to listen on; port 0 takes a free one
+    #[arg(long, value_name = "ADDR:PORT", env = "COLI_LISTEN", default_value = "127.0.0.1:8765")]
+    pub listen: SocketAddr,
+    /// Seconds without a sign of life after which a machine is taken off the list
+    #[arg(long, value_name = "SECONDS", default_value_t = 30,
+          value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub stale_after: u64,
+    /// Key of the cluster, made by `coli cluster key`
+    #[arg(long, value_name = "FILE", env = "COLI_CLUSTER_KEY")]
+    pub cluster_key: Option<PathBuf>,
+    /// Listen on other than loopback addresses without a key: whoever reaches the port can see and
+    /// change the list
+    #[arg(long, env = "COLI_ALLOW_PLAINTEXT")]
+    pub allow_plaintext: bool,
+}
+
+/// `coli cluster status`.
+#[derive(Args, Debug)]
+pub struct StatusArgs {
+    /// Registry whose workers are shown (CLUSTER_COORDINATOR is read too)
+    #[arg(long, value_name = "URL", env = "COLI_CLUSTER_REGISTRY", alias = "cluster-coordinator")]
+    pub cluster_registry: Option<String>,
+    /// Workers that are shown besides (CLUSTER_WORKERS is read too)
+    #[arg(long, value_name = "HOST:PORT,…", env = "COLI_CLUSTER_WORKERS", value_delimiter = ',')]
+    pub cluster_workers: Vec<String>,
+    /// Key of the cluster, made by `coli cluster key`
+    #[arg(long, value_name = "FILE", env = "COLI_CLUSTER_KEY")]
+    pub cluster_key: Option<PathBuf>,
+    /// Print one JSON object on stdout
+    #[arg(long)]
+    pub json: bool,
 }

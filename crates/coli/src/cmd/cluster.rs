@@ -1,29 +1,39 @@
 //! `coli cluster`: parts of a cluster.
 
+mod status;
+
 use std::env;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
-use cluster::wire::secure::Policy;
+use cluster::registry::{Client, Registration, ServerOptions, serve};
+use cluster::wire::secure::{Key, Policy};
 use cluster::worker::{Counts, Server, Stop, WorkerOptions, open};
 use container::{HeldExperts, TensorClass};
 use models::Int8Classes;
-use numerics::{Compute, Isa, NUMERICS_VERSION, Team};
+use numerics::NUMERICS_VERSION;
 use runtime::machine::Machine;
+use serde_json::json;
 
-use crate::args::{ClusterArgs, ClusterCommand, WorkerArgs};
+use crate::args::{ClusterArgs, ClusterCommand, RegistryArgs, WorkerArgs};
 use crate::failure::Failure;
-use crate::{Outcome, key, model, output};
+use crate::{Outcome, key, model, output, workers};
 
 /// Port of a worker when none is given.
 const WORKER_PORT: u16 = 9100;
 /// Environment name of the port, kept from other programs of this protocol.
 const WORKER_PORT_VARIABLE: &str = "CLUSTER_WORKER_PORT";
 
+/// Environment name of the host that others use, kept from other programs of this protocol.
+const ADVERTISE_VARIABLE: &str = "CLUSTER_ADVERTISE_HOST";
+
 pub fn run(args: &ClusterArgs) -> Outcome {
     match &args.what {
         ClusterCommand::Worker(args) => worker(args),
+        ClusterCommand::Registry(args) => registry(args),
+        ClusterCommand::Status(args) => status::run(args),
         ClusterCommand::Key(args) => {
             key::create(&args.file)?;
             say!("{} has a new key; copy it to every machine of the cluster", args.file.display());
@@ -37,11 +47,8 @@ fn worker(args: &WorkerArgs) -> Outcome {
     let address = listen_address(args, key.is_some())?;
     let policy = Policy { plain: key.is_none() || args.allow_plaintext, key };
     let machine = Machine::default();
-    let isa = args.isa.map_or_else(|| Some(Isa::detect()), Isa::at);
-    let isa = isa.ok_or_else(|| Failure::usage("this CPU does not have the level of --isa"))?;
-    let threads = args.threads.unwrap_or_else(|| machine.compute_threads());
-    let team = Team::new(threads).context("cannot start compute threads");
-    let compute = Compute::new(isa, Arc::new(team.map_err(Failure::Failed)?), args.activations);
+    let compute = model::compute(args.isa, args.threads, args.activations)?;
+    let (level, threads) = (compute.isa.level(), compute.team.threads());
     let ceiling = args.ram.or_else(|| machine.default_ceiling().map(|bound| bound.bytes));
     let unknown = "the system does not say how much memory is free; give --ram";
     let dirs = model::dirs(&args.model)?;
@@ -69,7 +76,7 @@ fn worker(args: &WorkerArgs) -> Outcome {
     note!(
         "{name} | {} | {} | {} activations | {} of {} | RAM ceiling {}, expert cache {} | {} reads \
          | requests of at most {} | {} | numerics {NUMERICS_VERSION}",
-        isa.level(),
+        level,
         output::counted(threads, "thread"),
         args.activations,
         output::counted(opened.experts, "expert"),
@@ -89,9 +96,15 @@ fn worker(args: &WorkerArgs) -> Outcome {
         .context("cannot serve")
         .map_err(Failure::Failed)?;
     stop_on_signals(server.stop()).map_err(Failure::Failed)?;
+    let registry = workers::registry(args.cluster_registry.as_deref(), policy.key.as_ref())?;
+    let registration = match registry {
+        Some(client) => Some(register(args, client, &server, address)?),
+        None => None,
+    };
     say!("worker ready on {address}");
     server.run();
-    let Counts { connections, requests, rows, failed, refused } = server.worker().counts();
+    drop(registration);
+    let Counts { connections, requests, rows, failed, refused, .. } = server.worker().counts();
     note!(
         "{} of {} for {} answered, {failed} failed, {} refused",
         output::counted(requests as usize, "request"),
@@ -100,6 +113,86 @@ fn worker(args: &WorkerArgs) -> Outcome {
         output::counted(refused as usize, "connection")
     );
     Ok(())
+}
+
+/// Keeps a worker on the list of a registry.
+fn register(
+    args: &WorkerArgs,
+    client: Client,
+    server: &Server,
+    address: SocketAddr,
+) -> Result<Registration, Failure> {
+    let old = env::var(ADVERTISE_VARIABLE).ok().filter(|host| !host.trim().is_empty());
+    let given = args.advertise.clone().or(old);
+    let (host, port) = match &given {
+        None if address.ip().is_unspecified() => {
+            return Err(Failure::usage(format!(
+                "--listen {address} names no address by which others reach this worker: give \
+                 --advertise HOST"
+            )));
+        }
+        None => (address.ip().to_string(), address.port()),
+        Some(given) => advertised(given.trim(), address.port())?,
+    };
+    let facts = server.worker().welcome().facts.clone();
+    let record = json!({
+        "node_id": format!("{host}:{port}"), "host": host, "port": port, "role": "expert",
+        "protocol_versions": [1, 2], "engine": facts.engine, "model": facts.model,
+        "numerics": facts.numerics, "activations": facts.activations, "isa": facts.isa,
+        "threads": facts.threads, "ram_bytes": facts.ram_bytes, "cache_bytes": facts.cache_bytes,
+        "experts_held": server.worker().experts().table().keys().count(),
+    });
+    let (stop, status) = (server.stop(), server.status());
+    let status = move || {
+        let counts = status.counts();
+        let state = if stop.is_stopping() { "draining" } else { "ready" };
+        let said = json!({
+            "state": state, "requests": counts.requests, "rows": counts.rows,
+            "failed": counts.failed, "us_per_expert": counts.us_per_expert(),
+        });
+        said.as_object().cloned().unwrap_or_default()
+    };
+    let notice: experts::Notice = Arc::new(|text: &str| note!("{text}"));
+    let record = record.as_object().cloned().unwrap_or_default();
+    Registration::start(client, record, status, notice)
+        .context("cannot keep this worker on the list")
+        .map_err(Failure::Failed)
+}
+
+/// Host and port of `HOST[:PORT]`.
+fn advertised(given: &str, port: u16) -> Result<(String, u16), Failure> {
+    let refuse = || Failure::usage(format!("--advertise {given:?}: give HOST or HOST:PORT"));
+    let (host, port) = match given.rsplit_once(':') {
+        // An IPv6 address without a port.
+        Some((before, _)) if before.contains(':') && !before.ends_with(']') => (given, port),
+        Some((host, port)) => (host, port.parse().map_err(|_| refuse())?),
+        None => (given, port),
+    };
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    match host.is_empty() || port == 0 {
+        true => Err(refuse()),
+        false => Ok((host.to_owned(), port)),
+    }
+}
+
+fn registry(args: &RegistryArgs) -> Outcome {
+    let key = key::load(args.cluster_key.as_deref())?;
+    if !args.listen.ip().is_loopback() && key.is_none() && !args.allow_plaintext {
+        return Err(Failure::usage(format!(
+            "--listen {} can be reached by others: give --cluster-key FILE (coli cluster key \
+             makes one), or --allow-plaintext if the network is yours alone",
+            args.listen
+        )));
+    }
+    let listener = TcpListener::bind(args.listen)
+        .map_err(|error| Failure::usage(format!("cannot listen on {}: {error}", args.listen)))?;
+    let address = listener.local_addr().unwrap_or(args.listen);
+    let options = ServerOptions {
+        stale_after: Duration::from_secs(args.stale_after),
+        token: key.as_ref().map(Key::registry_token),
+    };
+    say!("registry ready on http://{address}");
+    match serve(listener, options).context("cannot serve").map_err(Failure::Failed)? {}
 }
 
 /// The address that the flags and the environment name.

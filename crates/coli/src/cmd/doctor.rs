@@ -1,5 +1,6 @@
 //! `coli doctor`: checks with a remedy each.
 
+use cluster::coordinator::Examined;
 use container::{ChatTemplate, Model, Tokenizer};
 use experts::reader::open_files;
 use experts::{FileSet, IoMode, Reader};
@@ -17,7 +18,7 @@ use crate::args::DoctorArgs;
 use crate::cmd::info::presence;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::{Outcome, model, output};
+use crate::{Outcome, model, output, workers};
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum State {
@@ -159,6 +160,9 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
     } else {
         checks.pass("stop ids", format!("{:?}", opened.config.stop_ids));
     }
+    if args.cluster {
+        examine_cluster(args, &opened, checks)?;
+    }
     if !args.deep {
         let detail = "only headers were read".to_owned();
         checks.add("tensors", State::Skip, detail, "coli doctor --deep reads every byte");
@@ -197,6 +201,34 @@ fn examine(args: &DoctorArgs, checks: &mut Checks) -> Outcome {
             checks.fail("load", error.to_string(), "");
         }
         Err(reported) => return Err(reported),
+    }
+    Ok(())
+}
+
+/// Whether workers compute what this machine does.
+fn examine_cluster(args: &DoctorArgs, opened: &Model, checks: &mut Checks) -> Outcome {
+    let examined = workers::examine(&args.engine, opened)?;
+    if examined.is_empty() {
+        let remedy = "start coli cluster worker with the same --cluster-registry";
+        checks.add("worker", State::Warn, "the registry lists none".to_owned(), remedy);
+    }
+    for Examined { name, compared, first, second, problem, .. } in examined {
+        match problem {
+            None => checks.pass(
+                "worker",
+                format!(
+                    "{name}: {} as here; {:.1} ms at first, {:.2} ms again",
+                    output::counted(compared, "expert"),
+                    first.as_secs_f64() * 1e3,
+                    second.as_secs_f64() * 1e3
+                ),
+            ),
+            Some(why) => checks.fail(
+                "worker",
+                format!("{name}: {why}"),
+                "see its own output, and coli cluster status",
+            ),
+        }
     }
     Ok(())
 }

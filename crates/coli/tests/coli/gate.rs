@@ -147,7 +147,8 @@ pub fn with(model: &str, activations: Activations, workers: &[Worker], way: Way)
     let keep = made.clone();
     let options = EngineOptions {
         others: Some(Arc::new(move |config, local, compute| {
-            let cluster = Coordinator::new(config, local.clone(), compute, coordinator.clone());
+            let cluster =
+                Coordinator::new(config, local.clone(), compute, coordinator.clone(), None);
             let cluster = Arc::new(cluster.map_err(|error| error.to_string())?);
             let (hidden, difference) = (config.hidden_size, Mutex::default());
             let calls = AtomicU64::new(0);

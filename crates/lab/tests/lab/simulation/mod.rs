@@ -210,7 +210,6 @@ fn run(seed: u64) -> (&'static str, Activations, Outcome) {
     let with = EngineOptions {
         others: Some(Arc::new(move |config, local, compute| {
             let core = Core::new(config, local, compute, coordinator.clone(), draws);
-            let core = core.map_err(|error| error.to_string())?;
             let nodes = nodes.lock().unwrap().take().unwrap();
             let world = Arc::new(World::new(core, nodes, faults, noise.clone()));
             keep.set(world.clone()).map_err(|_| "made twice".to_owned())?;

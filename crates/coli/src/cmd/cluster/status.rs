@@ -1,0 +1,197 @@
+//! `coli cluster status`: the workers, what they are, hold and do.
+
+use std::collections::BTreeMap;
+use std::thread;
+use std::time::Duration;
+
+use cluster::coordinator::{Observed, observe};
+use cluster::registry::Member;
+use serde_json::{Value, json};
+
+use crate::args::StatusArgs;
+use crate::failure::Failure;
+use crate::{Outcome, key, output, workers};
+
+/// Time for a worker to say what it is.
+const TIME: Duration = Duration::from_secs(5);
+/// Workers that are asked at the same time.
+const AT_ONCE: usize = 16;
+
+/// A worker, as it is listed and as it answers.
+struct Row {
+    address: String,
+    listed: Option<Member>,
+    observed: Result<Observed, String>,
+}
+
+pub fn run(args: &StatusArgs) -> Outcome {
+    let key = key::load(args.cluster_key.as_deref())?;
+    let registry = workers::registry(args.cluster_registry.as_deref(), key.as_ref())?;
+    let named = workers::listed(&args.cluster_workers);
+    if registry.is_none() && named.is_empty() {
+        return Err(Failure::usage("give --cluster-registry URL or --cluster-workers HOST:PORT,…"));
+    }
+    let members = match &registry {
+        Some(client) => client.topology().map_err(|error| Failure::Failed(error.into()))?,
+        None => Vec::new(),
+    };
+    let (experts, others): (Vec<Member>, Vec<Member>) =
+        members.into_iter().partition(|member| member.role == "expert");
+    let mut found: BTreeMap<String, Option<Member>> =
+        named.into_iter().map(|address| (address, None)).collect();
+    found.extend(experts.into_iter().map(|member| (member.address.clone(), Some(member))));
+    let found: Vec<(String, Option<Member>)> = found.into_iter().collect();
+    let mut rows = Vec::new();
+    for some in found.chunks(AT_ONCE) {
+        thread::scope(|scope| {
+            let asked: Vec<_> = some
+                .iter()
+                .map(|(address, _)| scope.spawn(|| observe(address, key.clone(), TIME)))
+                .collect();
+            for ((address, listed), observed) in some.iter().zip(asked) {
+                let panicked = |_| Err("this program failed while it asked".to_owned());
+                let observed = observed.join().unwrap_or_else(panicked);
+                let (address, listed) = (address.clone(), listed.clone());
+                rows.push(Row { address, listed, observed });
+            }
+        });
+    }
+    if args.json {
+        output::print_json(&as_json(&rows, &others));
+    } else {
+        show(&rows, &others);
+    }
+    Ok(())
+}
+
+impl Row {
+    /// How it is, in a word.
+    fn state(&self) -> &str {
+        let listed = self.listed.as_ref().and_then(|member| member.record["state"].as_str());
+        match &self.observed {
+            Err(_) => "silent",
+            Ok(_) => match listed {
+                Some("draining") => "draining",
+                _ => "ready",
+            },
+        }
+    }
+
+    fn said(&self, field: &str) -> Option<u64> {
+        self.listed.as_ref()?.record[field].as_u64()
+    }
+}
+
+/// For each model the number of workers that hold each of its experts, least and how many experts.
+fn coverage(rows: &[Row]) -> BTreeMap<String, (usize, Vec<usize>)> {
+    let mut models: BTreeMap<String, (usize, BTreeMap<(u32, u32), usize>)> = BTreeMap::new();
+    for observed in rows.iter().filter_map(|row| row.observed.as_ref().ok()) {
+        let (most, held) = models.entry(observed.facts.model.clone()).or_default();
+        *most += 1;
+        for key in observed.holdings.keys() {
+            *held.entry(key).or_default() += 1;
+        }
+    }
+    let counts = |held: BTreeMap<(u32, u32), usize>| held.into_values().collect();
+    models.into_iter().map(|(model, (workers, held))| (model, (workers, counts(held)))).collect()
+}
+
+fn show(rows: &[Row], others: &[Member]) {
+    if rows.is_empty() {
+        say!("no expert workers");
+    } else {
+        let head = [
+            "worker",
+            "state",
+            "model",
+            "experts",
+            "in memory",
+            "RAM",
+            "level",
+            "ping",
+            "per expert",
+            "rows",
+            "failed",
+        ];
+        let mut table = vec![head.map(str::to_owned).to_vec()];
+        for row in rows {
+            let dash = || "-".to_owned();
+            let number = |value: Option<u64>| value.map_or_else(dash, output::count);
+            let mut cells = vec![row.address.clone(), row.state().to_owned()];
+            match &row.observed {
+                Ok(Observed { facts, holdings, load, ping }) => cells.extend([
+                    facts.model.chars().take(8).collect(),
+                    output::count(holdings.len() as u64),
+                    output::bytes(load.cached_bytes),
+                    output::bytes(facts.ram_bytes),
+                    format!("{} x{}", facts.isa, facts.threads),
+                    format!("{:.2} ms", ping.as_secs_f64() * 1e3),
+                    match row.said("us_per_expert") {
+                        None | Some(0) => dash(),
+                        Some(us) => format!("{:.2} ms", us as f64 / 1e3),
+                    },
+                    output::count(load.rows),
+                    number(row.said("failed")),
+                ]),
+                Err(_) => cells.extend((2..head.len()).map(|_| dash())),
+            }
+            table.push(cells);
+        }
+        let right = [false, false, false, true, true, true, false, true, true, true, true];
+        say_part!("{}", output::table(&table, &right));
+    }
+    for row in rows {
+        if let Err(why) = &row.observed {
+            say!("{}: {why}", row.address);
+        }
+    }
+    for (model, (workers, held)) in coverage(rows) {
+        let model: String = model.chars().take(8).collect();
+        let twice = held.iter().filter(|count| **count > 1).count();
+        say!(
+            "model {model}: {} held by {}, {} of them by two or more",
+            output::counted(held.len(), "expert"),
+            output::counted(workers, "worker"),
+            output::count(twice as u64)
+        );
+    }
+    for member in others {
+        say!(
+            "{} at {} is listed as {}, which computes no experts",
+            member.id,
+            member.address,
+            member.role
+        );
+    }
+}
+
+fn as_json(rows: &[Row], others: &[Member]) -> Value {
+    let worker = |row: &Row| {
+        let mut value = json!({ "address": row.address, "state": row.state() });
+        match &row.observed {
+            Ok(Observed { facts, holdings, load, ping }) => {
+                value["facts"] = json!(facts);
+                value["experts_held"] = json!(holdings.len());
+                value["cached_bytes"] = json!(load.cached_bytes);
+                value["waiting"] = json!(load.waiting);
+                value["rows"] = json!(load.rows);
+                value["ping_ms"] = json!(ping.as_secs_f64() * 1e3);
+            }
+            Err(why) => value["error"] = json!(why),
+        }
+        value["listed"] = row.listed.as_ref().map_or(Value::Null, |member| member.record.clone());
+        value
+    };
+    let models = coverage(rows).into_iter().map(|(model, (workers, held))| {
+        let twice = held.iter().filter(|count| **count > 1).count();
+        json!({
+            "model": model, "workers": workers, "experts_held": held.len(),
+            "experts_held_twice": twice,
+        })
+    });
+    json!({
+        "workers": rows.iter().map(worker).collect::<Vec<_>>(),
+        "models": models.collect::<Vec<_>>(),
+        "others": others.iter().map(|member| member.record.clone()).collect::<Vec<_>>(),
+    })
+}
