@@ -5,7 +5,7 @@ use std::net::ToSocketAddrs;
 use std::sync::{Arc, OnceLock};
 
 use cluster::coordinator::{
-    Coordinator, CoordinatorOptions, Discovery, Examined, REQUEST_TIME, State,
+    Coordinator, CoordinatorOptions, Discovery, Examined, LOOK_EVERY, REQUEST_TIME, State,
 };
 use cluster::registry::Client;
 use cluster::wire::secure::Key;
@@ -127,8 +127,8 @@ fn named(args: &CoordinatorArgs, config: &Config) -> Result<Option<Named>, Failu
         hedge: !args.no_hedge,
         notice: Arc::new(|text: &str| note!("{text}")),
     };
-    let discovery =
-        registry.map(|client| Discovery::new(client, move |name| check_address(name, is_safe)));
+    let discovery = registry
+        .map(|client| Discovery::new(client, LOOK_EVERY, move |name| check_address(name, is_safe)));
     Ok(Some(Named { options, discovery }))
 }
 

@@ -10,8 +10,8 @@ use experts::Notice;
 use super::threads::Shared;
 use crate::registry::Client;
 
-/// Rest between two looks at the list.
-const LOOK_EVERY: Duration = Duration::from_secs(5);
+/// Usual rest between two looks at the list.
+pub const LOOK_EVERY: Duration = Duration::from_secs(5);
 /// Rest between two looks at whether the coordinator ends.
 const TURN: Duration = Duration::from_millis(100);
 /// Most workers that a list may bring.
@@ -24,31 +24,35 @@ type Allow = Arc<dyn Fn(&str) -> Result<(), String> + Send + Sync>;
 #[derive(Clone)]
 pub struct Discovery {
     registry: Client,
+    every: Duration,
     allow: Allow,
 }
 
 impl Discovery {
-    /// Workers of a registry, those that `allow` says may be used.
+    /// Workers of a registry, those that `allow` says may be used; the list is looked at after every
+    /// rest of `every`.
     pub fn new(
         registry: Client,
+        every: Duration,
         allow: impl Fn(&str) -> Result<(), String> + Send + Sync + 'static,
     ) -> Discovery {
-        Discovery { registry, allow: Arc::new(allow) }
+        Discovery { registry, every, allow: Arc::new(allow) }
     }
 
     /// Adds what is listed now, and from then on what is listed later.
     pub(super) fn start(self, shared: &Arc<Shared>, notice: Notice) {
+        let every = self.every;
         let mut look = Look { discovery: self, notice, refused: HashSet::new(), failing: false };
         look.once(shared);
         let there = shared.clone();
         let thread = thread::Builder::new().name("coli-discovery".to_owned()).spawn(move || {
-            let mut next = Instant::now() + LOOK_EVERY;
+            let mut next = Instant::now() + every;
             while !there.is_stopping() {
                 if Instant::now() >= next {
                     look.once(&there);
-                    next = Instant::now() + LOOK_EVERY;
+                    next = Instant::now() + every;
                 }
-                thread::sleep(TURN);
+                thread::sleep(TURN.min(every));
             }
         });
         match thread {

@@ -25,7 +25,7 @@ use numerics::Compute;
 
 pub use self::core::{CoordinatorOptions, RowCounts};
 use self::core::{Core, Peers, Reply};
-pub use self::discovery::Discovery;
+pub use self::discovery::{Discovery, LOOK_EVERY};
 pub use self::fleet::{Peer, State, UnknownPlace};
 use self::link::Waiting;
 pub use self::observe::{Examined, Observed, observe};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use experts::Notice;
 use serde_json::{Map, Value};
 
-use super::{Client, ClientError, HEARTBEAT_EVERY};
+use super::{Client, ClientError};
 
 /// First rest after a registry did not answer, doubled up to that between two signs of life.
 const PAUSE_FIRST: Duration = Duration::from_secs(1);
@@ -34,10 +34,11 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// Registers `record`, and says again and again that this machine is there and what `status` says of
-    /// it. A registry that does not answer or has forgotten it is no reason to end.
+    /// Registers `record`, and says after every rest of `every` that this machine is there and what
+    /// `status` says of it. A registry that does not answer or has forgotten it is no reason to end.
     pub fn start(
         client: Client,
+        every: Duration,
         record: Map<String, Value>,
         status: impl Fn() -> Map<String, Value> + Send + 'static,
         notice: Notice,
@@ -46,7 +47,7 @@ impl Registration {
         let there = stop.clone();
         let thread = thread::Builder::new()
             .name("coli-registration".to_owned())
-            .spawn(move || keep(&client, &record, &status, &notice, &there))?;
+            .spawn(move || keep(&client, every, &record, &status, &notice, &there))?;
         Ok(Registration { stop, thread: Some(thread) })
     }
 }
@@ -62,6 +63,7 @@ impl Drop for Registration {
 
 fn keep(
     client: &Client,
+    every: Duration,
     record: &Map<String, Value>,
     status: &impl Fn() -> Map<String, Value>,
     notice: &Notice,
@@ -85,7 +87,7 @@ fn keep(
                     notice(&format!("registered with {}", client.url()));
                 }
                 (registered, said_failing, pause) = (true, false, PAUSE_FIRST);
-                HEARTBEAT_EVERY
+                every
             }
             // It was restarted, or has not heard of this machine for too long.
             Err(ClientError::Unknown { .. }) => {
@@ -97,8 +99,9 @@ fn keep(
                     notice(&format!("{error}; it is tried again"));
                 }
                 said_failing = true;
-                pause = (pause * 2).min(HEARTBEAT_EVERY);
-                pause / 2
+                let rest = pause.min(every);
+                pause = (pause * 2).min(every);
+                rest
             }
         };
         if stop.rest(rest) {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use cluster::coordinator::{Coordinator, CoordinatorOptions, RowCounts, State};
+use cluster::coordinator::{Coordinator, CoordinatorOptions, Discovery, RowCounts, State};
 use cluster::wire::secure::Policy;
 use cluster::worker::{Limits, Server, Stop, WorkerOptions, open};
 use container::{Config, HeldExperts};
@@ -24,7 +24,7 @@ fn compute(isa: Isa) -> Compute {
 }
 
 /// All experts of a fixture, as a coordinator has them.
-fn local(name: &str) -> (Config, Arc<LocalExperts>) {
+pub fn local(name: &str) -> (Config, Arc<LocalExperts>) {
     let model = container::Model::open(&[fixture(name)]).unwrap();
     let held = HeldExperts::ALL;
     let table = experts::load::ExpertTable::new(&model, model.held_experts(&held), true).unwrap();
@@ -37,14 +37,14 @@ fn local(name: &str) -> (Config, Arc<LocalExperts>) {
 }
 
 /// A worker in this process, ended when dropped.
-struct Worker {
-    address: String,
+pub struct Worker {
+    pub address: String,
     stop: Stop,
     server: Option<JoinHandle<()>>,
 }
 
 impl Worker {
-    fn start(dir: &Path, isa: Isa) -> Worker {
+    pub fn start(dir: &Path, isa: Isa) -> Worker {
         Worker::at("127.0.0.1:0", dir, isa)
     }
 
@@ -90,6 +90,16 @@ fn coordinator(
     workers: &[&str],
     change: impl FnOnce(&mut CoordinatorOptions),
 ) -> (Coordinator, Config, Arc<Mutex<Vec<String>>>) {
+    coordinator_with(name, workers, None, change)
+}
+
+/// A coordinator that finds further workers, and what it says.
+pub fn coordinator_with(
+    name: &str,
+    workers: &[&str],
+    discovery: Option<Discovery>,
+    change: impl FnOnce(&mut CoordinatorOptions),
+) -> (Coordinator, Config, Arc<Mutex<Vec<String>>>) {
     let (config, local) = local(name);
     let said = Arc::new(Mutex::new(Vec::new()));
     let notes = said.clone();
@@ -105,12 +115,13 @@ fn coordinator(
         notice: Arc::new(move |text: &str| notes.lock().unwrap().push(text.to_owned())),
     };
     change(&mut options);
-    let made = Coordinator::new(&config, local, &compute(Isa::detect()), options, None).unwrap();
+    let made = Coordinator::new(&config, local, &compute(Isa::detect()), options, discovery);
+    let made = made.unwrap();
     (made, config, said)
 }
 
 /// The sum of some rows that are routed to four experts each.
-fn sum(backend: &dyn ExpertBackend, config: &Config, rows: usize, seed: usize) -> Vec<i64> {
+pub fn sum(backend: &dyn ExpertBackend, config: &Config, rows: usize, seed: usize) -> Vec<i64> {
     let compute = compute(Isa::detect());
     let (hidden, experts) = (config.hidden_size, config.moe.experts);
     let value = |at: usize| ((at * 31 + seed * 77) as f32 * 0.73).sin();

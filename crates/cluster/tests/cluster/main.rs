@@ -2,6 +2,7 @@
 //! coordinator over TCP.
 
 mod coordinator;
+mod registry;
 mod session;
 mod support;
 mod v1;

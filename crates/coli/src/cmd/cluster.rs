@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use cluster::registry::{Client, Registration, ServerOptions, serve};
+use cluster::registry::{Client, HEARTBEAT_EVERY, Registration, ServerOptions, serve};
 use cluster::wire::secure::{Key, Policy};
 use cluster::worker::{Counts, Server, Stop, WorkerOptions, open};
 use container::{HeldExperts, TensorClass};
@@ -154,7 +154,7 @@ fn register(
     };
     let notice: experts::Notice = Arc::new(|text: &str| note!("{text}"));
     let record = record.as_object().cloned().unwrap_or_default();
-    Registration::start(client, record, status, notice)
+    Registration::start(client, HEARTBEAT_EVERY, record, status, notice)
         .context("cannot keep this worker on the list")
         .map_err(Failure::Failed)
 }
