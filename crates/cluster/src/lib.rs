@@ -11,6 +11,7 @@ mod items;
 #[cfg(feature = "mutations")]
 pub mod mutation;
 pub mod registry;
+pub mod relay;
 pub mod session;
 mod tcp;
 pub mod wire;

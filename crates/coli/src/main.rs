@@ -4,6 +4,7 @@
 #[macro_use]
 mod output;
 
+mod apart;
 mod args;
 mod bundled;
 mod cmd;

@@ -217,6 +217,20 @@ pub fn warn_of_tuned(failure: &Failure) {
     );
 }
 
+/// Opens an engine for tokens that are fed to it, with the workers of its flags.
+pub fn open_fed(args: &EngineArgs, positions: usize) -> Result<(Engine, Workers), Failure> {
+    let options = engine_options(args)?;
+    let longest = Config::load(&options.dirs[0])?.max_position;
+    let context = options.context.unwrap_or(BENCH_CONTEXT.max(positions).min(longest));
+    if positions > context {
+        return Err(Failure::usage(format!(
+            "the bench needs a context of {positions} tokens, {context} is what there is; \
+             lower --tokens or raise --ctx (the model's longest is {longest})"
+        )));
+    }
+    open_with_workers(args, EngineOptions { context: Some(context), ..options })
+}
+
 /// Finishes the route trace, if there is one.
 pub fn close(engine: &Engine) -> Result<(), Failure> {
     Ok(engine.routes().flush_trace()?)

@@ -211,6 +211,7 @@ pub fn json(workers: &Workers) -> Value {
         "quarantined": quarantined.map(|peer| &peer.name).collect::<Vec<_>>(),
         "workers": peers.iter().map(|peer| json!({
             "name": peer.name, "rows": peer.rows, "failures": peer.failures,
+            "requests": peer.requests, "mean_ms": peer.mean_s() * 1e3,
         })).collect::<Vec<_>>(),
     })
 }

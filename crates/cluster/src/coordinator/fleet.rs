@@ -64,6 +64,10 @@ pub struct Peer {
     pub facts: Option<Facts>,
     /// Rows that it computed.
     pub rows: u64,
+    /// Requests that it answered.
+    pub requests: u64,
+    /// Seconds for them.
+    pub answered_s: f64,
     /// Requests that failed.
     pub failures: u64,
     /// Failures since the last answer.
@@ -86,6 +90,11 @@ pub struct Peer {
 }
 
 impl Peer {
+    /// Mean seconds of its answers; 0 before there was any.
+    pub fn mean_s(&self) -> f64 {
+        if self.requests == 0 { 0.0 } else { self.answered_s / self.requests as f64 }
+    }
+
     fn has(&self, key: Key) -> bool {
         self.holdings.as_ref().is_none_or(|holdings| holdings.has(key))
     }
@@ -143,6 +152,8 @@ impl Fleet {
             name: name.to_owned(),
             state: State::Joining,
             rows: 0,
+            requests: 0,
+            answered_s: 0.0,
             failures: 0,
             facts: None,
             in_a_row: 0,
@@ -303,6 +314,8 @@ impl Fleet {
         };
         peer.experts += experts as u64;
         peer.rows += rows;
+        peer.requests += 1;
+        peer.answered_s += took_s;
         peer.in_a_row = 0;
     }
 

@@ -37,6 +37,9 @@ pub enum BenchCommand {
     Stream(BenchStreamArgs),
     /// Cache policies replayed on a route trace, beside the best that foresight could do
     Cache(BenchCacheArgs),
+    /// Tokens per second with workers on this machine beside those of one process, and whether they
+    /// pay
+    Cluster(BenchClusterArgs),
     /// What a person waits for: a short chat turn and a question about a long document
     Ux(BenchUxArgs),
 }
@@ -145,6 +148,36 @@ pub struct BenchUxArgs {
     /// Tokens to generate
     #[arg(long, value_name = "N", default_value_t = 48, value_parser = parse_count)]
     pub tokens: usize,
+    #[command(flatten)]
+    pub options: BenchOptions,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+}
+
+/// `coli bench cluster`.
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Every measurement has processes of its own: one that computes everything itself, then for each set of
+rules a coordinator and its workers, in turns. All have the same --ram, --threads, --io and
+--read-limit, so the first is what one machine does, the others what a fleet of such machines does.
+With --delay everything that passes takes that long each way, as between machines.")]
+pub struct BenchClusterArgs {
+    /// Workers
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub workers: u8,
+    /// Tokens that are fed one by one, after as many that fill caches
+    #[arg(long, value_name = "N", default_value_t = 24, value_parser = parse_count)]
+    pub tokens: usize,
+    /// Milliseconds that everything takes to a worker, and back
+    #[arg(long, value_name = "MS", default_value_t = 0.0)]
+    pub delay: f64,
+    /// Rules of --place, separated by semicolons, for workers called worker-1, worker-2 and so on;
+    /// repeatable, each set is measured. Without any, experts are spread evenly
+    #[arg(long, value_name = "RULES")]
+    pub place_set: Vec<String>,
+    /// For one measurement in a process of its own
+    #[arg(long, hide = true)]
+    pub measurement: Option<String>,
     #[command(flatten)]
     pub options: BenchOptions,
     #[command(flatten)]

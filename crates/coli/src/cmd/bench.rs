@@ -33,6 +33,7 @@ pub fn run(args: &BenchArgs) -> Outcome {
         BenchCommand::Io(args) => io(args),
         BenchCommand::Stream(args) => stream(args),
         BenchCommand::Cache(args) => cache(args),
+        BenchCommand::Cluster(args) => super::bench_cluster::run(args),
         BenchCommand::Ux(args) => ux(args),
     }
 }

@@ -1,6 +1,7 @@
 //! One file per command.
 
 pub mod bench;
+pub mod bench_cluster;
 pub mod chat;
 pub mod cluster;
 pub mod convert;

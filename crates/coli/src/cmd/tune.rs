@@ -1,15 +1,12 @@
 //! `coli tune`: settings that are fastest on this machine, measured and kept.
 
-use std::env;
-use std::process::{Command, Output, Stdio};
-
 use experts::ReadAhead;
 use lab::tune::{self, Measurement, Trial, TuneOptions, tune};
 use serde_json::json;
 
 use crate::args::TuneArgs;
 use crate::failure::Failure;
-use crate::{Outcome, model, output, tuned, workers};
+use crate::{Outcome, apart, model, output, tuned, workers};
 
 pub fn run(args: &TuneArgs) -> Outcome {
     // The flags say where to begin, and not what was found before.
@@ -18,7 +15,7 @@ pub fn run(args: &TuneArgs) -> Outcome {
     if let Some(what) = &args.measurement {
         let what: Measurement = serde_json::from_str(what)
             .map_err(|error| Failure::usage(format!("--measurement: {error}")))?;
-        end_with_the_parent();
+        apart::end_with_the_parent();
         say!("{}", tune::measure(&options, &what)?);
         return Ok(());
     }
@@ -86,34 +83,8 @@ pub fn run(args: &TuneArgs) -> Outcome {
 /// Makes a measurement in a process of its own, with the flags of this one.
 fn measured_apart(what: &Measurement) -> Result<f64, String> {
     let what = serde_json::to_string(what).map_err(|error| error.to_string())?;
-    let program = env::current_exe().map_err(|error| error.to_string())?;
-    let mut command = Command::new(program);
-    command.args(env::args_os().skip(1)).arg("--measurement").arg(what);
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().map_err(|error| error.to_string())?;
-    // Closed when this process ends, however it ends: the child ends with it.
-    let alive = child.stdin.take();
-    let output = child.wait_with_output().map_err(|error| error.to_string())?;
-    drop(alive);
-    let Output { status, stdout, stderr } = output;
-    if status.success() {
-        let said = String::from_utf8_lossy(&stdout);
-        return said.trim().parse().map_err(|_| format!("measured {said:?}"));
-    }
-    let said = String::from_utf8_lossy(&stderr);
-    match said.lines().rev().find_map(|line| line.strip_prefix("error: ")) {
-        Some(error) => Err(error.to_owned()),
-        None => Err(format!("its process ended with {status}; was memory short?")),
-    }
-}
-
-/// Ends this process when the one that asked for a measurement has ended.
-fn end_with_the_parent() {
-    std::thread::spawn(|| {
-        // Nothing is ever sent.
-        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
-        std::process::exit(1);
-    });
+    let said = apart::measured(&what)?;
+    said.parse().map_err(|_| format!("measured {said:?}"))
 }
 
 /// A trial for people.

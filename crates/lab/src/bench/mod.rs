@@ -1,6 +1,7 @@
 //! Benches whose figures stand beside the physical limit measured in the same run.
 
 mod decode;
+mod fed;
 mod io;
 mod kernels;
 mod prefill;
@@ -15,6 +16,7 @@ pub(crate) use decode::timed_decode;
 pub use decode::{
     BatchFigures, DECODE_PROMPT, DecodeFigures, WeightBytes, decode, decode_batch, weight_bytes_of,
 };
+pub use fed::{FedFigures, feed};
 pub use io::{Device, IoFigures, io};
 pub use kernels::{KernelFigures, KernelOptions, ROWS_MAX, kernels};
 pub use prefill::{PrefillFigures, prefill};
