@@ -257,6 +257,28 @@ fn workers_killed_at_25_moments_of_a_synthetic_model_change_no_logit() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn without_workers_no_socket_is_opened() {
+    let sockets = |flags: &[&str]| {
+        let mut command = coli();
+        command.args(["chat", "--max-tokens", "3"]).args(flags);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        // It answers, and then waits for more.
+        child.stdin.as_mut().unwrap().write_all(b"hello\n").unwrap();
+        child.stdout.as_mut().unwrap().read_exact(&mut [0; 1]).unwrap();
+        let open = std::fs::read_dir(format!("/proc/{}/fd", child.id())).unwrap();
+        let links = open.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
+        let count = links.filter(|link| link.to_string_lossy().starts_with("socket:")).count();
+        assert!(child.wait_with_output().unwrap().status.success());
+        count
+    };
+    assert_eq!(sockets(&[]), 0);
+    let worker = Worker::start(&["--model", arg(&hummingbird())]);
+    assert!(sockets(&["--cluster-workers", &worker.address]) > 0);
+}
+
+#[test]
 fn workers_that_cannot_be_used_as_asked_are_refused_before_work_starts() {
     let model = hummingbird();
     for (args, what) in [
