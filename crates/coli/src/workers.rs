@@ -99,6 +99,7 @@ fn named(args: &CoordinatorArgs, config: &Config) -> Result<Option<Named>, Failu
             (!args.place.is_empty(), "--place"),
             (args.partial_sums, "--partial-sums"),
             (args.no_hedge, "--no-hedge"),
+            (args.no_keep_hot, "--no-keep-hot"),
         ];
         if let Some((_, name)) = unused.iter().find(|(given, _)| *given) {
             return Err(Failure::usage(format!(
@@ -125,6 +126,7 @@ fn named(args: &CoordinatorArgs, config: &Config) -> Result<Option<Named>, Failu
         version: None,
         partial_sums: args.partial_sums,
         hedge: !args.no_hedge,
+        keep_hot: !args.no_keep_hot,
         notice: Arc::new(|text: &str| note!("{text}")),
     };
     let discovery = registry
@@ -207,6 +209,7 @@ pub fn json(workers: &Workers) -> Value {
         "failed_over_rows": rows.failed_over,
         "hedged_rows": rows.hedged,
         "audited_rows": rows.audited,
+        "kept_experts": coordinator.kept_here(),
         "wire_bytes": coordinator.wire_bytes(),
         "quarantined": quarantined.map(|peer| &peer.name).collect::<Vec<_>>(),
         "workers": peers.iter().map(|peer| json!({

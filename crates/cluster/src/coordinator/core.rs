@@ -11,6 +11,7 @@ use numerics::{Compute, combine};
 
 use super::difference::Difference;
 use super::fleet::{Fleet, State};
+use super::hot::Hot;
 use super::placement::{Rule, mix};
 use super::step::{Action, Step, Wanted};
 use crate::identity::{Facts, Holdings};
@@ -52,6 +53,8 @@ pub struct CoordinatorOptions {
     pub partial_sums: bool,
     /// Whether another worker is asked too when one is late.
     pub hedge: bool,
+    /// Whether experts that are chosen most often stay here, as far as memory and time allow.
+    pub keep_hot: bool,
     /// Is told when workers come, fail and come back.
     pub notice: Notice,
 }
@@ -160,6 +163,7 @@ pub struct Core {
     local: Arc<LocalExperts>,
     compute: Compute,
     fleet: Mutex<Fleet>,
+    hot: Mutex<Hot>,
     counters: Counters,
 }
 
@@ -186,7 +190,15 @@ impl Core {
             shape: Shape::of(config),
             key: options.key.clone(),
         };
+        let table = local.table();
+        let experts: Vec<usize> = (0..table.layers()).map(|layer| table.places(layer)).collect();
+        let fit = match options.keep_hot {
+            true => local.capacity_bytes() / table.slot_bytes_max().max(1),
+            false => 0,
+        };
+        let hot = Hot::new(&experts, fit as usize);
         Core {
+            hot: Mutex::new(hot),
             options,
             hello: Arc::new(hello),
             local,
@@ -199,6 +211,10 @@ impl Core {
     /// What is known of the workers.
     pub fn fleet(&self) -> MutexGuard<'_, Fleet> {
         self.fleet.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn hot(&self) -> MutexGuard<'_, Hot> {
+        self.hot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What every worker is told.
@@ -231,6 +247,11 @@ impl Core {
     /// Bytes of requests and answers so far, encryption not counted.
     pub fn wire_bytes(&self) -> u64 {
         self.counters.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Experts that stay here because they are chosen most often.
+    pub fn kept_here(&self) -> usize {
+        self.hot().len()
     }
 
     /// Seconds that steps waited for workers.
@@ -416,7 +437,11 @@ impl Core {
             if steps.is_multiple_of(REWEIGH_STEPS) {
                 fleet.reweigh();
             }
-            Step::new(&fleet, layer, batch.iter().map(wanted).collect(), row_bytes, peers.now())
+            let mut hot = self.hot();
+            hot.chosen(layer, batch.experts().iter().copied());
+            let stays = |expert| hot.stays(layer, expert);
+            let wanted = batch.iter().map(wanted).collect();
+            Step::new(&fleet, layer, wanted, row_bytes, stays, peers.now())
         };
         let mut sent: Vec<Sent> = Vec::new();
         self.carry_out(&mut step, layer, batch, &mut sent, peers);
@@ -425,7 +450,10 @@ impl Core {
         let here = step.here();
         counters.local.fetch_add(count_of(&here), Ordering::Relaxed);
         let part = batch.part(&compute.scratch, |expert| is_among(&here, expert));
+        let begun = peers.now();
         local.compute(compute, layer, &part, sum, meanwhile)?;
+        let computed = peers.now().duration_since(begun);
+        let mut waited_for = Duration::ZERO;
         // Answers are added when all have come: a worker that is found wrong meanwhile is not
         // believed in anything.
         let mut answers: Vec<Answered> = Vec::new();
@@ -433,8 +461,7 @@ impl Core {
             let started = peers.now();
             let reply = peers.wait(step.next_time().unwrap_or(started + IDLE_TIME));
             let now = peers.now();
-            let waited = now.duration_since(started).as_nanos() as u64;
-            counters.wait_ns.fetch_add(waited, Ordering::Relaxed);
+            waited_for += now.duration_since(started);
             match reply {
                 Some(Reply { number, answer: Some(answer) }) => {
                     let experts = {
@@ -452,6 +479,8 @@ impl Core {
             }
             self.carry_out(&mut step, layer, batch, &mut sent, peers);
         }
+        counters.wait_ns.fetch_add(waited_for.as_nanos() as u64, Ordering::Relaxed);
+        self.hot().took(computed, waited_for);
         let mut disbelieved: Vec<usize> = Vec::new();
         #[cfg(feature = "mutations")]
         let several = answers.len() > 1;

@@ -8,6 +8,7 @@ pub mod core;
 mod difference;
 mod discovery;
 pub mod fleet;
+mod hot;
 mod link;
 mod observe;
 pub mod placement;
@@ -97,6 +98,11 @@ impl Coordinator {
     /// What was computed where.
     pub fn rows(&self) -> RowCounts {
         self.shared.core.rows()
+    }
+
+    /// Experts that stay here because they are chosen most often.
+    pub fn kept_here(&self) -> usize {
+        self.shared.core.kept_here()
     }
 
     /// Bytes of requests and answers so far, encryption not counted.

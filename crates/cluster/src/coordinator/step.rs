@@ -99,12 +99,14 @@ pub struct Step {
 }
 
 impl Step {
-    /// Begins a layer: every expert that belongs to a worker is asked for, the slowest worker's first.
+    /// Begins a layer: every expert that belongs to a worker and does not stay here is asked for, the
+    /// slowest worker's first.
     pub fn new(
         fleet: &Fleet,
         layer: usize,
         wanted: Vec<Wanted>,
         row_bytes: u64,
+        stays: impl Fn(u32) -> bool,
         now: Instant,
     ) -> Step {
         let count = wanted.len();
@@ -121,7 +123,10 @@ impl Step {
         };
         let mut parts: Vec<Vec<usize>> = vec![Vec::new(); fleet.peers().len()];
         for at in 0..count {
-            if let Place::Worker(worker) = fleet.place(layer, step.wanted[at].expert) {
+            let expert = step.wanted[at].expert;
+            if let Place::Worker(worker) = fleet.place(layer, expert)
+                && !stays(expert)
+            {
                 step.standing[at] = Standing::Open(0);
                 parts[worker].push(at);
             }

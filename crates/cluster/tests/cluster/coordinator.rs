@@ -112,6 +112,7 @@ pub fn coordinator_with(
         version: None,
         partial_sums: false,
         hedge: false,
+        keep_hot: false,
         notice: Arc::new(move |text: &str| notes.lock().unwrap().push(text.to_owned())),
     };
     change(&mut options);

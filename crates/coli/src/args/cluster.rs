@@ -36,7 +36,7 @@ pub enum ClusterCommand {
 }
 
 /// Workers that compute routed experts.
-#[derive(Args, Debug, Clone)]
+#[derive(Args, Debug, Clone, Default)]
 pub struct CoordinatorArgs {
     /// Expert workers, comma-separated; they compute routed experts, with the same bits, and
     /// whatever they do not is computed here (CLUSTER_WORKERS is read too)
@@ -59,6 +59,10 @@ pub struct CoordinatorArgs {
     /// Do not ask another worker too when one is late
     #[arg(long, env = "COLI_NO_HEDGE")]
     pub no_hedge: bool,
+    /// Leave all experts to workers; by default those that are chosen most often stay here, as many
+    /// as memory and time allow
+    #[arg(long, env = "COLI_NO_KEEP_HOT")]
+    pub no_keep_hot: bool,
     /// Compute one request in N here too, and leave a worker whose outputs differ; 1 compares all
     #[arg(long, value_name = "N", env = "COLI_AUDIT",
           value_parser = clap::value_parser!(u64).range(1..))]

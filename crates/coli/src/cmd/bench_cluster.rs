@@ -11,7 +11,7 @@ use lab::bench::{FedFigures, Rates, feed};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::args::{BenchClusterArgs, EngineArgs};
+use crate::args::{BenchClusterArgs, CoordinatorArgs, EngineArgs};
 use crate::failure::Failure;
 use crate::{Outcome, apart, model, output};
 
@@ -41,8 +41,9 @@ struct Found {
     remote_ms: f64,
     /// Bytes to and from workers per token.
     wire_bytes: f64,
-    /// Rows computed here in spite of workers.
+    /// Rows computed here beside workers, and experts that stayed for that.
     local_rows: u64,
+    kept_experts: usize,
     failed_over_rows: u64,
     /// Of each worker: rows, and mean milliseconds of a request.
     workers: Vec<(u64, f64)>,
@@ -115,6 +116,9 @@ fn rules_of(set: &str) -> Vec<String> {
 /// Feeds tokens to an engine of this process.
 fn measure(args: &BenchClusterArgs, what: Measurement) -> Result<Found, Failure> {
     let mut engine_args = args.engine.clone();
+    if what.workers.is_empty() {
+        engine_args.cluster = CoordinatorArgs::default();
+    }
     engine_args.cluster.cluster_workers = what.workers;
     engine_args.cluster.place = what
         .rules
@@ -144,6 +148,7 @@ fn measure(args: &BenchClusterArgs, what: Measurement) -> Result<Found, Failure>
         remote_ms: per_token(experts.remote_s * 1e3),
         wire_bytes: per_token(wire),
         local_rows: rows.local,
+        kept_experts: cluster.map_or(0, |cluster| cluster.kept_here()),
         failed_over_rows: rows.failed_over,
         workers: peers.iter().map(|peer| (peer.rows, peer.mean_s() * 1e3)).collect(),
     })
@@ -345,9 +350,10 @@ fn show(args: &BenchClusterArgs, arms: &[Arm], sparse: usize) {
         say!("{}: {}", arm.name, each.collect::<Vec<_>>().join("; "));
         if last.local_rows + last.failed_over_rows > 0 {
             say!(
-                "{}: {} rows were computed here, {} after a failure",
+                "{}: {} rows computed by the coordinator, which keeps {}; {} after a failure",
                 arm.name,
                 output::count(last.local_rows),
+                output::counted(last.kept_experts, "expert"),
                 output::count(last.failed_over_rows)
             );
         }

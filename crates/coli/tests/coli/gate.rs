@@ -142,6 +142,7 @@ pub fn with(model: &str, activations: Activations, workers: &[Worker], way: Way)
         version: Some(way.version),
         partial_sums: way.sums,
         hedge: false,
+        keep_hot: false,
         notice: Arc::new(move |text: &str| notes.lock().unwrap().push(text.to_owned())),
     };
     let keep = made.clone();

@@ -202,6 +202,7 @@ fn run(seed: u64) -> (&'static str, Activations, Outcome) {
         version: None,
         partial_sums: noise.once_in(3),
         hedge: noise.once_in(2),
+        keep_hot: noise.once_in(2),
         notice: Arc::new(move |text: &str| notes.lock().unwrap().push(text.to_owned())),
     };
     let made: Arc<OnceLock<Arc<World>>> = Arc::default();
