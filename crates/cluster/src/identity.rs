@@ -9,10 +9,11 @@ use experts::load::ExpertTable;
 use numerics::{Activations, NUMERICS_VERSION};
 use serde::{Deserialize, Serialize};
 
+use crate::session::shown;
 use crate::wire::{Shape, WireError};
 
 /// Most bytes of the facts as JSON.
-const FACTS_BYTES_MAX: usize = 64 << 10;
+pub(crate) const FACTS_BYTES_MAX: usize = 32 << 10;
 /// Bytes of a run of holdings before its hashes.
 const RUN_HEAD: usize = 16;
 
@@ -146,8 +147,7 @@ impl Facts {
         ];
         for (field, here, there, remedy) in facts {
             if here != there {
-                // Text of a peer, to be shown.
-                let there = there.chars().filter(|c| !c.is_control()).take(64).collect();
+                let there = shown(&there, 64);
                 return Err(Mismatch { field, here, there, remedy });
             }
         }

@@ -22,9 +22,12 @@ pub fn load(file: Option<&Path>) -> Result<Option<Key>, Failure> {
     };
     let file = File::open(path).map_err(|error| refuse(&error.to_string()))?;
     let mut text = String::new();
-    file.take(KEY_FILE_BYTES_MAX)
+    file.take(KEY_FILE_BYTES_MAX + 1)
         .read_to_string(&mut text)
         .map_err(|error| refuse(&error.to_string()))?;
+    if text.len() as u64 > KEY_FILE_BYTES_MAX {
+        return Err(refuse("the file is too long for a key"));
+    }
     let key = text.parse::<Key>().map_err(|why| refuse(&format!("the file {why}")))?;
     warn_if_open(path);
     Ok(Some(key))

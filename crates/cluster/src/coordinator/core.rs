@@ -26,6 +26,8 @@ use crate::wire::v2::{Answer, Outputs, Status};
 const REWEIGH_STEPS: u64 = 1024;
 /// Time after which a step without anything to wait for looks again; there is no such step.
 const IDLE_TIME: Duration = Duration::from_secs(1);
+/// What no sum of a row reaches: 64 contributions below 2^24, on a grid of 2^-32.
+const SUM_LIMIT: u64 = 1 << 62;
 /// Rows of each expert by which a worker is tried.
 const PROBED_ROWS: usize = 3;
 /// What an older program in another language must be told to come close.
@@ -295,7 +297,9 @@ impl Core {
 
     /// A worker takes no further requests.
     pub fn draining(&self, at: usize) {
-        self.fleet().draining(at);
+        if !self.fleet().draining(at) {
+            return;
+        }
         self.notice(at, "is ending; its experts are computed elsewhere until it is back");
     }
 
@@ -392,7 +396,11 @@ impl Core {
                     let id = counters.next_id();
                     let version = self.fleet().version(worker);
                     let items = experts.iter().map(|at| batch.rows_of(*at));
-                    let sums = options.partial_sums && is_less_as_sums(items.clone());
+                    let most = self.fleet().limits(worker).bytes;
+                    let sum_bytes = u64::from(shape.hidden) * size_of::<i64>() as u64;
+                    let sums = options.partial_sums
+                        && less_as_sums(items.clone())
+                            .is_some_and(|rows| rows as u64 * sum_bytes <= most);
                     let time_ms = u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
                     let head = (layer as u32, time_ms, sums);
                     let values = batch.input.values();
@@ -401,17 +409,31 @@ impl Core {
                     counters.bytes.fetch_add(bytes, Ordering::Relaxed);
                     let rows = if sums { std::mem::take(&mut request.rows) } else { Vec::new() };
                     sent.push(Sent { id, rows });
+                    self.fleet().asked(worker, id, deadline);
                     peers.ask(worker, number, request, deadline);
                 }
                 Action::Cancel { number, worker } => {
                     peers.cancel(worker, sent[number].id);
                 }
-                Action::Leave { worker, time } => {
-                    let why = format!("it did not answer within {:.1} s", time.as_secs_f64());
+                Action::Leave { worker, why } => {
                     self.leave(worker, &why, peers.now());
                     peers.close(worker);
                 }
             }
+        }
+    }
+
+    /// A request was answered, whether or not anybody waits for that.
+    pub fn closed(&self, at: usize, id: u64) {
+        self.fleet().closed(at, id);
+    }
+
+    /// Leaves workers that have not answered by their deadline.
+    fn leave_overdue(&self, peers: &dyn Peers, now: Instant) {
+        loop {
+            let Some(at) = self.fleet().overdue(now) else { return };
+            self.leave(at, "it does not answer in time", now);
+            peers.close(at);
         }
     }
 
@@ -432,6 +454,7 @@ impl Core {
         let wanted = |of: ExpertRows<'_>| Wanted { expert: of.expert, rows: of.rows.len() as u32 };
         let row_bytes = u64::from(hello.shape.hidden) * size_of::<f32>() as u64;
         let steps = counters.steps.fetch_add(1, Ordering::Relaxed) + 1;
+        self.leave_overdue(peers, peers.now());
         let mut step = {
             let mut fleet = self.fleet();
             if steps.is_multiple_of(REWEIGH_STEPS) {
@@ -459,9 +482,13 @@ impl Core {
         let mut answers: Vec<Answered> = Vec::new();
         while !step.is_done() {
             let started = peers.now();
-            let reply = peers.wait(step.next_time().unwrap_or(started + IDLE_TIME));
+            // Also for those whose answers are not wanted any more.
+            let times = [step.next_time(), self.fleet().next_deadline()];
+            let until = times.into_iter().flatten().min().unwrap_or(started + IDLE_TIME);
+            let reply = peers.wait(until);
             let now = peers.now();
             waited_for += now.duration_since(started);
+            self.leave_overdue(peers, now);
             match reply {
                 Some(Reply { number, answer: Some(answer) }) => {
                     let experts = {
@@ -473,6 +500,7 @@ impl Core {
                     self.accept(&mut step, layer, batch, &sent, answered, &mut answers)?;
                 }
                 Some(Reply { number, answer: None }) => {
+                    self.closed(step.worker_of(number), sent[number].id);
                     step.failed(&self.fleet(), number, now);
                 }
                 None => step.time_passed(&self.fleet(), now),
@@ -570,6 +598,9 @@ impl Core {
         };
         let outputs = match &answered.answer.outputs {
             Outputs::Sums(sums) => {
+                if sums.iter().any(|sum| sum.unsigned_abs() >= SUM_LIMIT) {
+                    return false;
+                }
                 rows.iter()
                     .zip(sums.chunks_exact(hidden))
                     .for_each(|(row, sum)| add_row(*row, sum));
@@ -659,11 +690,11 @@ fn outputs_of<'a>(
     found
 }
 
-/// Whether sums of distinct rows, and the weights for them, are fewer bytes than outputs.
-fn is_less_as_sums<'a>(items: impl Iterator<Item = ExpertRows<'a>> + Clone) -> bool {
+/// The number of distinct rows, where sums of them and weights for that are fewer bytes than outputs.
+fn less_as_sums<'a>(items: impl Iterator<Item = ExpertRows<'a>> + Clone) -> Option<usize> {
     let mut rows: Vec<u32> = items.flat_map(|item| item.rows).copied().collect();
     let outputs = rows.len();
     rows.sort_unstable();
     rows.dedup();
-    rows.len() * 2 < outputs
+    (rows.len() * 2 < outputs).then_some(rows.len())
 }

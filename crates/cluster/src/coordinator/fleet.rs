@@ -28,6 +28,12 @@ const REQUEST_BYTES: u64 = 16 << 20;
 /// before that: less would ask twice because a machine did something else for a moment.
 const HEDGE_FACTOR: f64 = 4.0;
 const HEDGE_LEAST: Duration = Duration::from_millis(100);
+/// Most time before another worker is asked too, and how much slower than the fastest a worker may count
+/// for that.
+const HEDGE_MOST: Duration = Duration::from_secs(2);
+const HEDGE_SLOWER: f64 = 2.0;
+/// Answers in a row that brought nothing, or came after another worker's, after which a worker is left.
+const STRIKES: u32 = 3;
 /// Share of the old value in the mean of seconds per expert, and the experts after which it counts.
 const OLD_SHARE_OF_EXPERT: f64 = 0.98;
 const EXPERTS_MEASURED: u64 = 256;
@@ -72,6 +78,11 @@ pub struct Peer {
     pub failures: u64,
     /// Failures since the last answer.
     in_a_row: u32,
+    /// Answers since the last useful one that brought nothing, or that others were faster with.
+    strikes: u32,
+    /// Requests that are not answered, also those whose answer is not wanted any more, and until when
+    /// each must be.
+    open: Vec<(u64, Instant)>,
     /// Mean seconds of late requests.
     request_s: Option<f64>,
     /// Mean seconds per expert, and experts that were computed.
@@ -157,6 +168,8 @@ impl Fleet {
             failures: 0,
             facts: None,
             in_a_row: 0,
+            strikes: 0,
+            open: Vec::new(),
             request_s: None,
             expert_s: 0.0,
             experts: 0,
@@ -246,6 +259,7 @@ impl Fleet {
             return false;
         }
         peer.state = State::Ready;
+        peer.open.clear();
         true
     }
 
@@ -280,7 +294,40 @@ impl Fleet {
     /// Time after which another worker is asked too, if that is wanted and anything is known.
     pub fn hedge_time(&self, at: usize) -> Option<Duration> {
         let mean = self.peers[at].request_s.filter(|_| self.hedges)?;
-        Some(Duration::from_secs_f64(mean * HEDGE_FACTOR).max(HEDGE_LEAST))
+        let well = self.peers.iter().filter(|peer| peer.state == State::Ready);
+        let fastest = well.filter_map(|peer| peer.request_s).fold(mean, f64::min);
+        // A worker that was slow once must not make others wait for it from then on.
+        let usual = mean.min(HEDGE_SLOWER * fastest);
+        Some(Duration::from_secs_f64(usual * HEDGE_FACTOR).clamp(HEDGE_LEAST, HEDGE_MOST))
+    }
+
+    /// A request was sent to a worker, which must answer it by a deadline.
+    pub fn asked(&mut self, at: usize, id: u64, deadline: Instant) {
+        self.peers[at].open.push((id, deadline));
+    }
+
+    /// A request was answered, whether or not that was still wanted.
+    pub fn closed(&mut self, at: usize, id: u64) {
+        self.peers[at].open.retain(|(open, _)| *open != id);
+    }
+
+    /// A worker that has not answered a request by its deadline, if there is one.
+    pub fn overdue(&self, now: Instant) -> Option<usize> {
+        let late = |peer: &Peer| peer.open.iter().any(|(_, deadline)| *deadline <= now);
+        self.peers.iter().position(|peer| peer.state == State::Ready && late(peer))
+    }
+
+    /// When the next request must be answered.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let well = self.peers.iter().filter(|peer| peer.state == State::Ready);
+        well.flat_map(|peer| peer.open.iter().map(|(_, deadline)| *deadline)).min()
+    }
+
+    /// A worker's answer brought nothing, or others were faster. True when it should be left.
+    pub fn strike(&mut self, at: usize) -> bool {
+        let peer = &mut self.peers[at];
+        peer.strikes += 1;
+        peer.strikes >= STRIKES && peer.state == State::Ready
     }
 
     /// A worker does not have an expert after all.
@@ -290,12 +337,14 @@ impl Fleet {
         }
     }
 
-    /// A worker takes no further requests.
-    pub fn draining(&mut self, at: usize) {
+    /// A worker takes no further requests. True when that is news.
+    pub fn draining(&mut self, at: usize) -> bool {
         let state = &mut self.peers[at].state;
-        if *state == State::Ready {
+        let is_news = *state == State::Ready;
+        if is_news {
             *state = State::Draining;
         }
+        is_news
     }
 
     /// A worker has answered for so many experts and rows.
@@ -316,7 +365,7 @@ impl Fleet {
         peer.rows += rows;
         peer.requests += 1;
         peer.answered_s += took_s;
-        peer.in_a_row = 0;
+        (peer.in_a_row, peer.strikes) = (0, 0);
     }
 
     /// Gives faster workers more experts once the shares are clearly wrong. True when they changed.
@@ -353,6 +402,8 @@ impl Fleet {
     pub fn failed(&mut self, at: usize, now: Instant) -> (Instant, bool) {
         let peer = &mut self.peers[at];
         peer.failures += 1;
+        peer.strikes = 0;
+        peer.open.clear();
         let doubled = PAUSE_FIRST.saturating_mul(1 << peer.in_a_row.min(16));
         peer.in_a_row += 1;
         let retry_at = now + doubled.min(PAUSE_MAX);
@@ -481,6 +532,41 @@ mod tests {
         assert_eq!(fleet.place(1, 4), Place::Local);
         // Ending is no failure that anybody must hear of.
         assert!(!fleet.failed(0, Instant::now()).1);
+    }
+
+    #[test]
+    fn a_worker_must_answer_what_nobody_waits_for_any_more_too() {
+        let mut fleet = fleet(&[]);
+        let (now, later) = (Instant::now(), |seconds| Duration::from_secs(seconds));
+        fleet.asked(1, 7, now + later(3));
+        fleet.asked(1, 8, now + later(5));
+        assert_eq!((fleet.overdue(now), fleet.next_deadline()), (None, Some(now + later(3))));
+        fleet.closed(1, 7);
+        assert_eq!(fleet.overdue(now + later(4)), None);
+        assert_eq!(fleet.overdue(now + later(5)), Some(1));
+        fleet.failed(1, now);
+        assert_eq!((fleet.overdue(now + later(9)), fleet.next_deadline()), (None, None));
+    }
+
+    #[test]
+    fn a_worker_that_was_slow_once_is_not_waited_for_longer_than_others() {
+        let mut fleet = fleet(&[]);
+        fleet.hedges = true;
+        assert_eq!(fleet.hedge_time(0), None);
+        (0..3).for_each(|at| fleet.answered(at, 1, 1, Duration::from_millis(50)));
+        assert_eq!(fleet.hedge_time(0), Some(Duration::from_millis(200)));
+        fleet.answered(0, 1, 1, Duration::from_secs(7));
+        assert_eq!(fleet.hedge_time(0), Some(Duration::from_millis(400)));
+        (1..3).for_each(|at| fleet.answered(at, 1, 1, Duration::from_secs(7)));
+        assert_eq!(fleet.hedge_time(0), Some(HEDGE_MOST));
+    }
+
+    #[test]
+    fn answers_that_bring_nothing_are_failures_after_some() {
+        let mut fleet = fleet(&[]);
+        assert_eq!([0; 3].map(|at| fleet.strike(at)), [false, false, true]);
+        fleet.answered(0, 1, 1, Duration::ZERO);
+        assert!(!fleet.strike(0));
     }
 
     #[test]

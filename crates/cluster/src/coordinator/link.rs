@@ -67,6 +67,8 @@ pub(super) struct Link {
     waiting: Mutex<WaitingFor>,
     /// When the worker last said anything.
     heard: Mutex<Instant>,
+    /// What it said and nobody has looked at.
+    early: Mutex<Vec<Event>>,
 }
 
 impl Link {
@@ -79,7 +81,9 @@ impl Link {
         only: Option<Version>,
         time: Duration,
     ) -> Result<(Link, Event), LinkError> {
-        if only != Some(Version::One) {
+        // A connection that was lost by chance must not make a worker of version 2 one of version 1.
+        let attempts = if only == Some(Version::One) { 0 } else { 2 };
+        for _ in 0..attempts {
             let link = Link::open(name, Version::Two, hello)?;
             let mut answered = false;
             match link.wait_event(Instant::now() + time, &mut answered) {
@@ -107,6 +111,7 @@ impl Link {
                         writing: Mutex::default(),
                         waiting: Mutex::default(),
                         heard: Mutex::new(Instant::now()),
+                        early: Mutex::default(),
                     });
                 }
                 Err(error) => refused = error,
@@ -121,6 +126,10 @@ impl Link {
 
     fn waiting(&self) -> MutexGuard<'_, WaitingFor> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn early(&self) -> MutexGuard<'_, Vec<Event>> {
+        self.early.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The version that is spoken.
@@ -198,11 +207,14 @@ impl Link {
     /// Reads until there is an event; nobody else reads. Notes whether anything came.
     fn wait_event(&self, deadline: Instant, came: &mut bool) -> Result<Event, LinkError> {
         let mut buffer = vec![0; READ_BYTES];
-        let mut events = Vec::new();
+        let mut events = std::mem::take(&mut *self.early());
         loop {
             self.flush(deadline)?;
             if !events.is_empty() {
-                return Ok(events.remove(0));
+                let event = events.remove(0);
+                // Those after it are for whoever reads next.
+                *self.early() = events;
+                return Ok(event);
             }
             let read = tcp::read_until(&self.stream, &mut buffer, deadline).map_err(ended)?;
             *came = true;
@@ -238,10 +250,10 @@ impl Link {
         }
     }
 
-    /// Reads until the connection ends, and says why it did; `draining` is told once the worker takes
-    /// no further requests. Whoever waits for an answer then has none.
-    pub fn read(&self, draining: impl Fn()) -> LinkError {
-        let error = self.read_events(draining).err().unwrap_or(LinkError::Ended);
+    /// Reads until the connection ends, and says why it did. `draining` is told when the worker takes no
+    /// further requests, `answered` of every answer. Whoever waits for one when the connection ends has none.
+    pub fn read(&self, draining: impl Fn(), answered: impl Fn(u64)) -> LinkError {
+        let error = self.read_events(draining, answered).err().unwrap_or(LinkError::Ended);
         self.close();
         let waiting: Vec<Waiting> = {
             let mut all = self.waiting();
@@ -252,22 +264,16 @@ impl Link {
         error
     }
 
-    fn read_events(&self, draining: impl Fn()) -> Result<(), LinkError> {
+    fn read_events(&self, draining: impl Fn(), answered: impl Fn(u64)) -> Result<(), LinkError> {
         let mut buffer = vec![0; READ_BYTES];
-        let mut events = Vec::new();
+        let mut events = std::mem::take(&mut *self.early());
         self.stream.set_read_timeout(None).map_err(|error| ended(error.into()))?;
+        let mut received = Ok(());
         loop {
-            let read = match std::io::Read::read(&mut &self.stream, &mut buffer) {
-                Ok(0) => return Ok(()),
-                Ok(read) => read,
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) => return Err(ended(error.into())),
-            };
-            *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
-            let received = self.session().receive(&buffer[..read], &mut events);
             for event in events.drain(..) {
                 match event {
                     Event::Answer { id, answer } => {
+                        answered(id);
                         let waiting = self.waiting().by_id.remove(&id);
                         if let Some(waiting) = waiting {
                             waiting.tell(Some(answer));
@@ -280,6 +286,16 @@ impl Link {
             // The next request of version 1, or what explains an error.
             self.flush(Instant::now() + SEND_TIME)?;
             received?;
+            let read = loop {
+                match std::io::Read::read(&mut &self.stream, &mut buffer) {
+                    Ok(0) => return Ok(()),
+                    Ok(read) => break read,
+                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                    Err(error) => return Err(ended(error.into())),
+                }
+            };
+            *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+            received = self.session().receive(&buffer[..read], &mut events);
         }
     }
 }

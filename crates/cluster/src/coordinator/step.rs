@@ -26,6 +26,9 @@ pub struct Wanted {
     pub rows: u32,
 }
 
+/// Longest time for all requests of a step to one worker.
+const WHOLE_MOST: Duration = Duration::from_secs(60);
+
 /// Something that whoever drives the step must do.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Action {
@@ -47,12 +50,12 @@ pub enum Action {
         /// Who was asked.
         worker: usize,
     },
-    /// A worker did not answer in time.
+    /// A worker is of no use at the moment.
     Leave {
         /// Which.
         worker: usize,
-        /// The time that it had.
-        time: Duration,
+        /// Why.
+        why: String,
     },
 }
 
@@ -78,6 +81,8 @@ struct Share {
     deadline: Instant,
     /// When another worker is asked too.
     hedge_at: Option<Instant>,
+    /// Whether another worker was.
+    hedged: bool,
     open: bool,
 }
 
@@ -126,6 +131,7 @@ impl Step {
             let expert = step.wanted[at].expert;
             if let Place::Worker(worker) = fleet.place(layer, expert)
                 && !stays(expert)
+                && step.fits(fleet, worker, at)
             {
                 step.standing[at] = Standing::Open(0);
                 parts[worker].push(at);
@@ -169,6 +175,11 @@ impl Step {
         open.map(|share| share.hedge_at.map_or(share.deadline, |at| at.min(share.deadline))).min()
     }
 
+    /// Whether a worker takes all rows of an expert at once.
+    fn fits(&self, fleet: &Fleet, worker: usize, at: usize) -> bool {
+        u64::from(self.wanted[at].rows) * self.row_bytes <= fleet.limits(worker).bytes
+    }
+
     fn rows_of(&self, experts: &[usize]) -> u64 {
         experts.iter().map(|at| u64::from(self.wanted[*at].rows)).sum()
     }
@@ -191,7 +202,7 @@ impl Step {
             }
             let (experts, after) = rest.split_at(count);
             rest = after;
-            whole += time;
+            whole = (whole + time).min(WHOLE_MOST);
             for at in experts {
                 if let Standing::Open(count) = &mut self.standing[*at] {
                     *count += 1;
@@ -213,6 +224,7 @@ impl Step {
                 time: whole,
                 deadline: now + whole,
                 hedge_at: fleet.hedge_time(worker).filter(|_| hedge).map(|time| now + time),
+                hedged: false,
                 open: true,
             });
         }
@@ -249,17 +261,23 @@ impl Step {
         let rows = self.rows_of(&good);
         if bad.is_empty() || !good.is_empty() {
             fleet.answered(worker, experts.len(), rows, took);
+        } else if fleet.strike(worker) {
+            let text = statuses.first().map_or("nothing", |status| status.text());
+            let why = format!("it answers without computing anything: {text}");
+            self.actions.push(Action::Leave { worker, why });
         }
         for (at, status) in experts.iter().zip(statuses) {
             let expert = self.wanted[*at].expert;
             match status {
                 Status::Missing | Status::Unreadable => fleet.lost(worker, self.layer, expert),
-                Status::Draining => fleet.draining(worker),
+                Status::Draining => {
+                    fleet.draining(worker);
+                }
                 _ => {}
             }
         }
         self.elsewhere(fleet, &bad, now);
-        self.cancel_idle();
+        self.cancel_idle(fleet);
         good
     }
 
@@ -284,8 +302,8 @@ impl Step {
             self.failed_rows += u64::from(self.wanted[*at].rows);
             let expert = self.wanted[*at].expert;
             match fleet.other_place(self.layer, expert, &self.tried[*at]) {
-                Place::Local => self.standing[*at] = Standing::LeftOver,
-                Place::Worker(other) => others[other].push(*at),
+                Place::Worker(other) if self.fits(fleet, other, *at) => others[other].push(*at),
+                _ => self.standing[*at] = Standing::LeftOver,
             }
         }
         for (worker, experts) in others.into_iter().enumerate() {
@@ -294,12 +312,18 @@ impl Step {
     }
 
     /// Requests of which nothing is wanted any more.
-    fn cancel_idle(&mut self) {
+    fn cancel_idle(&mut self, fleet: &mut Fleet) {
         for (number, share) in self.shares.iter_mut().enumerate().filter(|(_, share)| share.open) {
             let wanted = |at: &usize| matches!(self.standing[*at], Standing::Open(_));
-            if !share.experts.iter().any(wanted) {
-                share.open = false;
-                self.actions.push(Action::Cancel { number, worker: share.worker });
+            if share.experts.iter().any(wanted) {
+                continue;
+            }
+            let worker = share.worker;
+            share.open = false;
+            self.actions.push(Action::Cancel { number, worker });
+            if share.hedged && fleet.strike(worker) {
+                let why = "others answer several times as fast".to_owned();
+                self.actions.push(Action::Leave { worker, why });
             }
         }
     }
@@ -313,7 +337,8 @@ impl Step {
                 continue;
             };
             if deadline <= now {
-                self.actions.push(Action::Leave { worker, time });
+                let why = format!("it did not answer within {:.1} s", time.as_secs_f64());
+                self.actions.push(Action::Leave { worker, why });
                 self.failed(fleet, number, now);
             } else if hedge_at.is_some_and(|at| at <= now) {
                 self.shares[number].hedge_at = None;
@@ -330,7 +355,10 @@ impl Step {
                 continue;
             }
             let expert = self.wanted[at].expert;
-            if let Place::Worker(other) = fleet.other_place(self.layer, expert, &self.tried[at]) {
+            if let Place::Worker(other) = fleet.other_place(self.layer, expert, &self.tried[at])
+                && self.fits(fleet, other, at)
+            {
+                self.shares[number].hedged = true;
                 self.hedged_rows += u64::from(self.wanted[at].rows);
                 others[other].push(at);
             }
@@ -356,5 +384,158 @@ impl Step {
             self.failed_rows += u64::from(self.wanted[*at].rows);
             self.standing[*at] = Standing::LeftOver;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::session::coordinator::Version;
+
+    const ROW_BYTES: u64 = 1000;
+
+    /// Three workers that are ready and answer in 50 ms.
+    fn fleet() -> Fleet {
+        let names = ["a:1", "b:1", "c:1"].map(str::to_owned);
+        let mut fleet = Fleet::new(&names, Vec::new(), Duration::from_secs(10));
+        fleet.hedges = true;
+        for at in 0..3 {
+            fleet.greeted(at, Version::Two, None, None);
+            assert!(fleet.ready(at));
+            fleet.answered(at, 1, 1, Duration::from_millis(50));
+        }
+        fleet
+    }
+
+    fn wanted(rows: u32) -> Vec<Wanted> {
+        (0..12).map(|expert| Wanted { expert, rows }).collect()
+    }
+
+    fn step(fleet: &Fleet, now: Instant) -> Step {
+        Step::new(fleet, 4, wanted(2), ROW_BYTES, |_| false, now)
+    }
+
+    /// Requests among what is to be done: number, worker and experts.
+    fn asks(step: &mut Step) -> Vec<(usize, usize, Vec<usize>)> {
+        let ask = |action| match action {
+            Action::Ask { number, worker, experts, .. } => Some((number, worker, experts)),
+            Action::Cancel { .. } | Action::Leave { .. } => None,
+        };
+        step.take_actions().into_iter().filter_map(ask).collect()
+    }
+
+    #[test]
+    fn every_expert_is_asked_for_once_and_those_that_stay_are_not() {
+        let (fleet, now) = (fleet(), Instant::now());
+        let mut step = Step::new(&fleet, 4, wanted(2), ROW_BYTES, |expert| expert < 3, now);
+        let asks = asks(&mut step);
+        let mut all: Vec<usize> = asks.iter().flat_map(|(_, _, experts)| experts.clone()).collect();
+        all.sort_unstable();
+        assert_eq!(all, (3..12).collect::<Vec<_>>());
+        assert_eq!(step.here(), [0, 1, 2]);
+        assert!(!step.is_done());
+    }
+
+    #[test]
+    fn what_a_worker_does_not_compute_goes_to_others_and_at_last_here() {
+        let (mut fleet, now) = (fleet(), Instant::now());
+        let mut step = step(&fleet, now);
+        let mut left = 3;
+        while !step.is_done() {
+            for (number, worker, experts) in asks(&mut step) {
+                let good =
+                    step.answered(&mut fleet, number, &vec![Status::Busy; experts.len()], now);
+                assert!(good.is_empty());
+                assert!(experts.iter().all(|at| step.tried[*at].contains(&worker)));
+            }
+            left -= 1;
+            assert!(left >= 0);
+        }
+        assert_eq!(step.left_over().len(), 12);
+        assert_eq!(step.failed_rows, 3 * 24);
+    }
+
+    #[test]
+    fn a_worker_that_answers_without_computing_is_left_after_some() {
+        let (mut fleet, now) = (fleet(), Instant::now());
+        let mut leaves = Vec::new();
+        for _ in 0..3 {
+            let mut step = step(&fleet, now);
+            for (number, worker, experts) in asks(&mut step) {
+                let status = if worker == 1 { Status::Memory } else { Status::Computed };
+                step.answered(&mut fleet, number, &vec![status; experts.len()], now);
+            }
+            let left = step.take_actions().into_iter().filter_map(|action| match action {
+                Action::Leave { worker, why } => Some((worker, why)),
+                Action::Ask { .. } | Action::Cancel { .. } => None,
+            });
+            leaves.extend(left);
+        }
+        assert_eq!(leaves.len(), 1);
+        assert!(leaves[0].0 == 1 && leaves[0].1.contains("no memory"), "{leaves:?}");
+    }
+
+    #[test]
+    fn a_late_worker_is_helped_and_left_when_others_are_always_faster() {
+        let (mut fleet, now) = (fleet(), Instant::now());
+        let mut left = Vec::new();
+        for _ in 0..3 {
+            let mut step = step(&fleet, now);
+            let first = asks(&mut step);
+            let (late, others): (Vec<_>, Vec<_>) =
+                first.into_iter().partition(|(_, worker, _)| *worker == 2);
+            for (number, _, experts) in others {
+                step.answered(&mut fleet, number, &vec![Status::Computed; experts.len()], now);
+            }
+            assert!(!step.is_done());
+            let later = step.next_time().unwrap();
+            assert!((100..=200).contains(&(later - now).as_millis()));
+            step.time_passed(&fleet, later);
+            for (number, worker, experts) in asks(&mut step) {
+                assert_ne!(worker, 2);
+                step.answered(&mut fleet, number, &vec![Status::Computed; experts.len()], later);
+            }
+            // Both are done with; the first request is not wanted any more.
+            let actions = step.take_actions();
+            let cancel = Action::Cancel { number: late[0].0, worker: 2 };
+            assert!(actions.contains(&cancel), "{actions:?}");
+            assert!(step.is_done() && step.hedged_rows > 0 && step.failed_rows == 0);
+            left.extend(actions.into_iter().filter(|action| *action != cancel));
+        }
+        assert!(matches!(&left[..], [Action::Leave { worker: 2, .. }]), "{left:?}");
+    }
+
+    #[test]
+    fn a_request_has_no_more_than_the_worker_takes_and_a_larger_expert_stays_here() {
+        let (mut fleet, now) = (fleet(), Instant::now());
+        let facts = |request_bytes| {
+            Some(crate::identity::Facts { request_bytes, ..crate::identity::Facts::of_observer() })
+        };
+        (0..3).for_each(|at| fleet.greeted(at, Version::Two, facts(5000), None));
+        let mut step = step(&fleet, now);
+        for (_, _, experts) in asks(&mut step) {
+            // Two rows each.
+            assert!(experts.len() <= 2, "{experts:?}");
+        }
+        let step = Step::new(&fleet, 4, wanted(6), ROW_BYTES, |_| false, now);
+        assert_eq!((step.here().len(), step.is_done()), (12, true));
+    }
+
+    #[test]
+    fn a_step_waits_for_a_worker_once_however_many_requests_it_has() {
+        let (mut fleet, now) = (fleet(), Instant::now());
+        fleet.hedges = false;
+        let facts = crate::identity::Facts {
+            request_bytes: ROW_BYTES,
+            ..crate::identity::Facts::of_observer()
+        };
+        (0..3).for_each(|at| fleet.greeted(at, Version::Two, Some(facts.clone()), None));
+        let wanted: Vec<Wanted> = (0..600).map(|expert| Wanted { expert, rows: 1 }).collect();
+        let mut step = Step::new(&fleet, 4, wanted, ROW_BYTES, |_| false, now);
+        let count = asks(&mut step).len();
+        assert!(count > 500);
+        step.time_passed(&fleet, now + WHOLE_MOST);
+        step.take_actions();
+        assert!(step.shares[..count].iter().all(|share| !share.open));
     }
 }

@@ -10,7 +10,7 @@ use super::core::{Core, Unfit};
 use super::fleet::State;
 use super::link::{Link, LinkError, Waiting};
 use super::placement::mix;
-use crate::session::coordinator::Request;
+use crate::session::coordinator::{Event, Request};
 
 /// Experts by which a worker is tried when it joins.
 const PROBED_EXPERTS: usize = 2;
@@ -199,7 +199,8 @@ impl Shared {
                 let (shared, reading, own) = (self.clone(), link.clone(), own.clone());
                 let spawned = thread::Builder::new().name(format!("coli-worker-{at}-read")).spawn(
                     move || {
-                        let why = reading.read(|| shared.core.draining(at));
+                        let draining = || shared.core.draining(at);
+                        let why = reading.read(draining, |id| shared.core.closed(at, id));
                         let _ = own.send(Job::Ended(number, why));
                     },
                 );
@@ -231,6 +232,11 @@ impl Shared {
         let (hello, options) = (self.core.hello(), &self.core.options);
         let (name, only, time) = (self.core.name(at), options.version, options.request_time);
         let (link, event) = Link::connect(&name, hello, only, time).map_err(failed)?;
+        if let Event::Joined { facts: Some(_), holdings, .. } = &event
+            && holdings.is_empty()
+        {
+            return Err(Unfit::Failed("it holds no experts".to_owned()));
+        }
         let said = self.core.greeted(at, link.version(), event);
         // Others than the first comparison must find a mistake that is made on purpose.
         #[cfg(feature = "mutations")]

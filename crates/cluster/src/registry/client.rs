@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use ureq::Agent;
 
+use crate::session::shown;
 use crate::wire::secure::Key;
 
 /// Time for a request.
@@ -139,7 +140,7 @@ impl Client {
             return Ok(body);
         }
         let why = body["error"].as_str().unwrap_or("no reason given");
-        let why = why.chars().filter(|c| !c.is_control()).take(200).collect();
+        let why = shown(why, 200);
         Err(ClientError::Refused { url: self.url.clone(), status, why })
     }
 }

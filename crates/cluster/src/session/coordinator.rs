@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use experts::ExpertRows;
 
-use super::{SessionError, out_of_order, shown};
+use super::{SessionError, out_of_order, refusal};
 use crate::identity::{Facts, Holdings, facts_of, greeting, holdings_of};
 use crate::wire::Shape;
 use crate::wire::secure::{Channel, Key};
@@ -322,7 +322,7 @@ fn joined_by(hello: &Hello, frame: &Frame) -> Result<Event, SessionError> {
                 compared.map_err(|(layer, expert)| SessionError::Weights { layer, expert })?;
             Ok(Event::Joined { facts: Some(Box::new(facts)), holdings, compared })
         }
-        Kind::Refuse => Err(SessionError::Refused(shown(&frame.body))),
+        Kind::Refuse => Err(refusal(&frame.body)),
         kind => Err(out_of_order(kind)),
     }
 }
@@ -341,7 +341,7 @@ fn event_of(
         }
         Kind::Drain => Ok(Event::Draining),
         Kind::Pong => Ok(Event::Pong { id: frame.id, load: Load::parse(&frame.body)? }),
-        Kind::Refuse => Err(SessionError::Refused(shown(&frame.body))),
+        Kind::Refuse => Err(refusal(&frame.body)),
         kind @ (Kind::Hello | Kind::Compute | Kind::Cancel | Kind::Ping) => Err(out_of_order(kind)),
     }
 }

@@ -59,9 +59,20 @@ impl SessionError {
     }
 }
 
-/// Text of a peer, as people may see it.
-fn shown(body: &[u8]) -> String {
-    String::from_utf8_lossy(body).chars().filter(|c| !c.is_control()).take(500).collect()
+/// Text of a peer, as people may see it: nothing in it moves a cursor, ends a line or turns the
+/// direction of writing.
+pub(crate) fn shown(text: &str, most: usize) -> String {
+    let is_shown = |c: &char| {
+        let turns = matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}' | '\u{feff}');
+        !c.is_control() && !turns
+    };
+    text.chars().filter(is_shown).take(most).collect()
+}
+
+/// The reason in a frame that refuses.
+fn refusal(body: &[u8]) -> SessionError {
+    SessionError::Refused(shown(&String::from_utf8_lossy(body), 500))
 }
 
 /// A frame that does not come at this time.

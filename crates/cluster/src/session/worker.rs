@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use super::{SessionError, out_of_order, shown};
-use crate::identity::{Facts, facts_of};
+use super::{SessionError, out_of_order, refusal};
+use crate::identity::{FACTS_BYTES_MAX, Facts, facts_of};
 use crate::wire::secure::{Channel, Policy, VERSION as V2, VERSION_BYTES, version_of};
 use crate::wire::v1::{self, RequestReader};
 use crate::wire::v2::{
-    Answer, Budgets, Compute, FRAME_HEAD, Frame, FrameReader, HELLO_BYTES, Kind, Load, put_frame,
+    Answer, Budgets, Compute, FRAME_HEAD, Frame, FrameReader, Kind, Load, put_frame,
 };
 use crate::wire::{Shape, WireError};
 
@@ -161,7 +161,7 @@ impl WorkerSession {
                     let mut plain = &plain[..];
                     while !plain.is_empty() {
                         let budgets = Budgets {
-                            hello: if *greeted { 0 } else { HELLO_BYTES },
+                            hello: if *greeted { 0 } else { FACTS_BYTES_MAX as u64 + 4 },
                             compute: match *greeted && !*observer {
                                 true => welcome.compute_bytes(),
                                 false => 0,
@@ -256,7 +256,7 @@ fn greeted_by(welcome: &Welcome, frame: Frame) -> Result<Facts, SessionError> {
             }
             Ok(facts)
         }
-        Kind::Refuse => Err(SessionError::Refused(shown(&frame.body))),
+        Kind::Refuse => Err(refusal(&frame.body)),
         kind => Err(out_of_order(kind)),
     }
 }
@@ -270,7 +270,7 @@ fn wish_of(welcome: &Welcome, frame: &Frame) -> Result<Wish, SessionError> {
         }
         Kind::Cancel => Ok(Wish::Cancel(frame.id)),
         Kind::Ping => Ok(Wish::Ping(frame.id)),
-        Kind::Refuse => Err(SessionError::Refused(shown(&frame.body))),
+        Kind::Refuse => Err(refusal(&frame.body)),
         kind @ (Kind::Hello | Kind::Answer | Kind::Pong | Kind::Drain) => Err(out_of_order(kind)),
     }
 }

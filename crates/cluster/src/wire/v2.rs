@@ -287,8 +287,12 @@ impl Compute {
         within("the layer", layer, 0, shape.layers.saturating_sub(1))?;
         within("the flags", flags, 0, SUMS)?;
         within("the number of rows", rows, 1, ROWS_MAX as u32)?;
-        within("the number of experts", items, 1, ITEMS_MAX as u32)?;
+        within("the number of experts", items, 1, ITEMS_MAX.min(shape.experts as usize) as u32)?;
         let sums = flags & SUMS != 0;
+        let sum_bytes = u64::from(rows) * u64::from(shape.hidden) * 8;
+        if sums && sum_bytes > budget_bytes {
+            return Err(WireError::Budget { budget_bytes });
+        }
         let heads = cut(&mut rest, items as usize * 8)?;
         let mut experts: Vec<(u32, u32)> = Vec::with_capacity(items as usize);
         let mut total = 0;

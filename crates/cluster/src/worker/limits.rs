@@ -19,6 +19,8 @@ pub struct Limits {
 impl Limits {
     /// Bytes of a request, and of its answer, that need no permission.
     pub const FREE_BYTES: u64 = 64 << 10;
+    /// Time for a large request beyond that for its bytes: it keeps others from theirs.
+    pub const LARGE_TIME: Duration = Duration::from_secs(2);
     /// Bytes per second that a request must come with at least, and a reply be taken with.
     pub const RATE_MIN: u64 = 1 << 20;
 
@@ -37,8 +39,14 @@ impl Limits {
         // Of a connection one request comes, into a list that has room for twice as much, one is
         // read and waits, one is next, one is computed, and an answer leaves.
         let free = self.connections as u64 * Limits::FREE_BYTES * 6;
-        // A request and its answer, one of them as it was before it was encrypted or read.
-        free + self.large_requests as u64 * self.request_bytes * 3
+        // A request, and its answer as numbers, as a frame and as it leaves; while a request comes its list
+        // has room for twice as much.
+        free + self.large_requests as u64 * self.request_bytes * 4
+    }
+
+    /// Time for a large request of which so many bytes have come.
+    pub fn time_for_large(&self, bytes: u64) -> Duration {
+        Limits::LARGE_TIME.min(self.request_time) + Duration::from_secs(bytes / Limits::RATE_MIN)
     }
 
     /// Time for `bytes`.

@@ -166,15 +166,18 @@ impl Worker {
             Some(_) => Status::Computed,
         };
         let mut statuses: Vec<Status> = request.experts.iter().map(status).collect();
-        let outputs = loop {
-            match self.outputs(request, &statuses) {
-                Ok(outputs) => break outputs,
-                // The others are computed without it.
-                Err((expert, status)) => {
-                    let at = request.experts.iter().position(|(of, _)| *of == expert);
-                    at.into_iter().for_each(|at| statuses[at] = status);
-                }
+        let usable;
+        let request = match self.refuse_non_finite(request, &mut statuses) {
+            Some(without) => {
+                usable = without;
+                &usable
             }
+            None => request,
+        };
+        let outputs = match self.outputs(request, &statuses) {
+            Ok(outputs) => outputs,
+            // The others are computed without those that fail.
+            Err(_) => self.outputs_one_by_one(request, &mut statuses),
         };
         let rows = (0..statuses.len()).filter(|at| statuses[*at] == Status::Computed);
         let rows: usize = rows.map(|at| request.item(at).1.len()).sum();
@@ -190,19 +193,54 @@ impl Worker {
         Answer { waited_us, computed_us, statuses, outputs }
     }
 
+    /// Marks experts that get a row that is not finite; returns the request with such rows as zeros, if
+    /// there are any.
+    fn refuse_non_finite(&self, request: &Compute, statuses: &mut [Status]) -> Option<Compute> {
+        let (isa, hidden) = (self.compute.isa, self.shape.hidden as usize);
+        function::first_non_finite(isa, &request.values)?;
+        let mut without = request.clone();
+        let mut bad = vec![false; request.values.len() / hidden];
+        for (row, bad) in without.values.chunks_exact_mut(hidden).zip(&mut bad) {
+            if function::first_non_finite(isa, row).is_some() {
+                *bad = true;
+                row.fill(0.0);
+            }
+        }
+        for (at, status) in statuses.iter_mut().enumerate() {
+            let is_bad = request.item(at).1.iter().any(|row| bad[usize::from(*row)]);
+            if is_bad && *status == Status::Computed {
+                *status = Status::Numeric;
+            }
+        }
+        Some(without)
+    }
+
+    /// The same as [`Worker::outputs`], each expert apart; those that fail are marked.
+    fn outputs_one_by_one(&self, request: &Compute, statuses: &mut [Status]) -> Outputs {
+        let (mut rows, mut sums) = (Vec::new(), vec![0i64; 0]);
+        for at in
+            (0..statuses.len()).filter(|at| statuses[*at] == Status::Computed).collect::<Vec<_>>()
+        {
+            let mut alone = vec![Status::Missing; statuses.len()];
+            alone[at] = Status::Computed;
+            match self.outputs(request, &alone) {
+                Ok(Outputs::Rows(more)) => rows.extend(more),
+                Ok(Outputs::Sums(more)) => {
+                    sums.resize(more.len(), 0);
+                    sums.iter_mut().zip(more).for_each(|(sum, more)| *sum = sum.wrapping_add(more));
+                }
+                Err((_, status)) => statuses[at] = status,
+            }
+        }
+        if request.sums { Outputs::Sums(sums) } else { Outputs::Rows(rows) }
+    }
+
     /// Outputs of those experts of a request whose status says that they are to be computed, or the
     /// first that cannot be.
     fn outputs(&self, request: &Compute, statuses: &[Status]) -> Result<Outputs, (u32, Status)> {
         let Worker { experts, compute, shape, .. } = self;
         let (hidden, layer) = (shape.hidden as usize, request.layer as usize);
         let wanted = (0..statuses.len()).filter(|at| statuses[*at] == Status::Computed);
-        if let Some(at) = function::first_non_finite(compute.isa, &request.values) {
-            let row = (at / hidden) as u16;
-            let has = |at: &usize| request.item(*at).1.contains(&row);
-            if let Some(at) = wanted.clone().find(has) {
-                return Err((request.item(at).0, Status::Numeric));
-            }
-        }
         let input = Input::new("rows of the request", &request.values[..], hidden);
         let items = wanted.map(|at| request.item(at));
         let batch = RoutedBatch::of(&compute.scratch, &input, items.clone());

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use container::{ContainerError, HeldExperts, Model};
+use container::{Config, ContainerError, HeldExperts, Model};
 use experts::load::ExpertTable;
 use experts::local::StartError;
 use experts::reader::{RateLimit, open_files};
@@ -120,7 +120,7 @@ pub fn open(options: &WorkerOptions, compute: Compute) -> Result<Opened, OpenErr
         return Err(OpenError::NoExperts { has });
     }
     let ledger = Ledger::new(options.ram_bytes);
-    let limits = Limits::new((options.ram_bytes / REQUEST_SHARE).min(REQUEST_BYTES_MAX));
+    let limits = limits_of(options.ram_bytes);
     let scratch = Worker::scratch_bytes(&model.config, limits.request_bytes);
     compute.scratch.keep((scratch / 5) as usize);
     let reserve = [
@@ -130,7 +130,7 @@ pub fn open(options: &WorkerOptions, compute: Compute) -> Result<Opened, OpenErr
     ];
     let reserved = reserve.map(|(class, bytes)| ledger.reserve(class, bytes)).into_iter();
     let Ok(memory) = reserved.collect::<Result<Vec<_>, _>>() else {
-        return Err(too_low(options, &limits, scratch, table.slot_bytes_max()));
+        return Err(too_low(options, &model.config, table.slot_bytes_max()));
     };
     let files = FileSet::open(&model.shards)?;
     let fits = experts_bytes <= ledger.free() / 10 * 9;
@@ -148,7 +148,7 @@ pub fn open(options: &WorkerOptions, compute: Compute) -> Result<Opened, OpenErr
         _ => LocalExperts::in_flight_bytes(&store, &ReadAhead::Off) + largest,
     };
     if expert > ledger.free() {
-        return Err(too_low(options, &limits, scratch, expert));
+        return Err(too_low(options, &model.config, expert));
     }
     let local = if asked == IoMode::Mmap {
         LocalExperts::mapped(store, &FileSet::open(&model.shards)?, &ledger)?
@@ -185,19 +185,37 @@ pub fn open(options: &WorkerOptions, compute: Compute) -> Result<Opened, OpenErr
     })
 }
 
-/// Why a ceiling does not do.
-fn too_low(options: &WorkerOptions, limits: &Limits, scratch: u64, expert: u64) -> OpenError {
-    let (process, requests) = (options.process_bytes, limits.held_bytes());
-    let needed = process + requests + scratch + expert;
+/// Why a ceiling does not do; what would must hold the larger requests that it brings.
+fn too_low(options: &WorkerOptions, config: &Config, expert: u64) -> OpenError {
+    let needs = |ceiling: u64| {
+        let limits = limits_of(ceiling);
+        let scratch = Worker::scratch_bytes(config, limits.request_bytes);
+        (
+            limits.held_bytes(),
+            scratch,
+            options.process_bytes + limits.held_bytes() + scratch + expert,
+        )
+    };
+    let (requests, scratch, mut needed) = needs(options.ram_bytes);
+    // Each step adds a fraction of the one before.
+    for _ in 0..64 {
+        needed = needed.max(needs(needed).2);
+    }
+    let process = options.process_bytes;
     let [process_mb, requests_mb, scratch_mb, expert_mb] =
         [process, requests, scratch, expert].map(|bytes| bytes as f64 / 1e6);
     OpenError::Ceiling {
         // A little more than now: the process differs from run to run.
-        needed_gb: (needed as f64 / 1e6 + 1.0).ceil() / 1e3,
+        needed_gb: (needed as f64 / 1e6 + 2.0).ceil() / 1e3,
         limit_gb: options.ram_bytes as f64 / 1e9,
         process_mb,
         requests_mb,
         scratch_mb,
         expert_mb,
     }
+}
+
+/// What a worker with a ceiling takes from its peers.
+fn limits_of(ram_bytes: u64) -> Limits {
+    Limits::new((ram_bytes / REQUEST_SHARE).min(REQUEST_BYTES_MAX))
 }

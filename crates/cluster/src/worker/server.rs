@@ -27,8 +27,11 @@ const READ_BYTES: usize = 64 << 10;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Time within which a connection must say something at all.
 const FIRST_TIME: Duration = Duration::from_secs(60);
-/// Time for telling a peer that the worker ends.
-const DRAIN_TIME: Duration = Duration::from_secs(1);
+/// Time for telling a peer that the worker ends: what rests takes it at once.
+const DRAIN_TIME: Duration = Duration::from_millis(50);
+/// Time in which a peer may read why its connection ends, and most bytes that it may still send.
+const LINGER_TIME: Duration = Duration::from_secs(1);
+const LINGER_BYTES: usize = 64 << 20;
 
 /// Why a connection ended, if not by its peer between requests.
 #[derive(Debug, thiserror::Error)]
@@ -124,9 +127,12 @@ impl Stop {
         let open: Vec<(Arc<Connection>, bool)> =
             self.0.open().values().map(|open| (open.connection.clone(), open.in_request)).collect();
         for (connection, in_request) in open {
-            // Whoever cannot be told finds out.
+            // Whoever cannot be told finds out; one that is being written to hears of it after that.
             let _ = connection.session().drain();
-            let _ = connection.flush(|_| DRAIN_TIME);
+            if let Ok(writing) = connection.writing.try_lock() {
+                drop(writing);
+                let _ = connection.flush(|_| DRAIN_TIME);
+            }
             if !in_request {
                 // One that has just got a request can still answer it.
                 let _ = connection.stream.shutdown(Shutdown::Read);
@@ -286,14 +292,27 @@ fn serve(shared: &Shared, id: u64, connection: &Connection, peer: SocketAddr) {
         peer.jobs = None;
         ended
     });
-    shared.open().remove(&id);
     if let Err(why) = ended {
         if !matches!(why, End::Failed(_)) {
             shared.counters().refused.fetch_add(1, Ordering::Relaxed);
         }
         (shared.notice)(&format!("the connection with {peer} ends: {why}"));
+        linger(&connection.stream);
     }
+    shared.open().remove(&id);
     let _ = connection.stream.shutdown(Shutdown::Both);
+}
+
+/// Lets a peer read why its connection ends: a connection that is closed with bytes unread is reset.
+fn linger(stream: &TcpStream) {
+    let _ = stream.shutdown(Shutdown::Write);
+    let deadline = Instant::now() + LINGER_TIME;
+    let (mut buffer, mut came) = (vec![0; READ_BYTES], 0);
+    while came < LINGER_BYTES
+        && let Ok(read) = tcp::read_until(stream, &mut buffer, deadline)
+    {
+        came += read;
+    }
 }
 
 /// A request of version 2 on its way to being computed.
@@ -321,7 +340,8 @@ impl<'a> Peer<'a> {
         let limits = &shared.limits;
         let mut buffer = vec![0; READ_BYTES];
         let mut wishes = Vec::new();
-        let mut permit: Option<Permit<'a>> = None;
+        // For the request that is coming, and since when.
+        let mut permit: Option<(Permit<'a>, Instant)> = None;
         // When the message that is coming began.
         let mut started: Option<Instant> = None;
         let mut is_first = true;
@@ -343,9 +363,13 @@ impl<'a> Peer<'a> {
                 }
             } else {
                 let began = *started.get_or_insert_with(Instant::now);
-                let deadline = began + limits.time_for(begun_bytes);
+                let mut deadline = began + limits.time_for(begun_bytes);
                 if begun_bytes > Limits::FREE_BYTES && permit.is_none() {
-                    permit = Some(shared.permits.take(deadline).ok_or(End::Busy)?);
+                    let taken = shared.permits.take(deadline).ok_or(End::Busy)?;
+                    permit = Some((taken, Instant::now()));
+                }
+                if let Some((_, since)) = permit {
+                    deadline = deadline.min(since + limits.time_for_large(begun_bytes));
                 }
                 tcp::read_until(&connection.stream, &mut buffer, deadline)?
             };
@@ -357,9 +381,15 @@ impl<'a> Peer<'a> {
             let flushed = connection.flush(|bytes| limits.time_for(bytes));
             received?;
             flushed?;
+            let any = !wishes.is_empty();
             for wish in wishes.drain(..) {
                 self.grant(wish, &mut permit, &start)?;
                 started = None;
+            }
+            // What has been asked before is answered; what begins now is not.
+            let is_idle = connection.open_requests.load(Ordering::SeqCst) == 0;
+            if any && is_idle && shared.is_stopping() {
+                return Ok(());
             }
         }
     }
@@ -367,7 +397,7 @@ impl<'a> Peer<'a> {
     fn grant(
         &mut self,
         wish: Wish,
-        permit: &mut Option<Permit<'a>>,
+        permit: &mut Option<(Permit<'a>, Instant)>,
         start: &impl Fn(Receiver<Job<'a>>) -> io::Result<()>,
     ) -> Result<(), End> {
         let Peer { shared, connection, .. } = *self;
@@ -387,7 +417,7 @@ impl<'a> Peer<'a> {
             }
             Wish::Compute { id, request } => {
                 let arrived = Instant::now();
-                let mut permit = permit.take();
+                let mut permit = permit.take().map(|(permit, _)| permit);
                 let counts = (0..request.experts.len()).map(|at| request.item(at).1.len() as u32);
                 let rows = request.values.len() as u32 / shared.worker.shape().hidden;
                 let asked = Asked { counts: counts.collect(), rows, sums: request.sums };

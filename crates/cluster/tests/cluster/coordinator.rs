@@ -244,31 +244,65 @@ fn a_worker_with_other_weights_of_the_same_shape_is_refused_by_name() {
     assert!(said[0].contains(&other.address) && said[0].contains("differs"), "{said:?}");
 }
 
-/// Passes bytes between a coordinator and a worker, and changes the last byte of every reply after
-/// some.
-fn lying(worker: &str, honest: usize) -> String {
+/// What a worker in the middle does after some pieces of answers.
+#[derive(Clone, Copy, PartialEq)]
+enum Then {
+    /// Changes a bit of the last number of each.
+    Lies,
+    /// Says nothing any more.
+    IsMute,
+}
+
+/// Passes bytes between a coordinator and a worker, honestly so many pieces of answers long.
+fn between(worker: &str, honest: usize, then: Then) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let worker = worker.to_owned();
     thread::spawn(move || {
-        let replies = AtomicUsize::new(0);
+        let replies = Arc::new(AtomicUsize::new(0));
         for stream in listener.incoming() {
             let (Ok(mut near), Ok(mut far)) = (stream, TcpStream::connect(&worker)) else { return };
             let (mut to, mut from) = (far.try_clone().unwrap(), near.try_clone().unwrap());
+            let replies = replies.clone();
             thread::spawn(move || std::io::copy(&mut from, &mut to));
-            let mut buffer = vec![0; 1 << 20];
-            while let Ok(read @ 1..) = far.read(&mut buffer) {
-                // A reply of this size comes in one piece over a loopback.
-                if replies.fetch_add(1, Ordering::Relaxed) >= honest {
-                    buffer[read - 4] ^= 1;
+            thread::spawn(move || {
+                let mut buffer = vec![0; 1 << 20];
+                while let Ok(read @ 1..) = far.read(&mut buffer) {
+                    // A reply of this size comes in one piece over a loopback.
+                    if replies.fetch_add(1, Ordering::Relaxed) >= honest {
+                        match then {
+                            Then::Lies => buffer[read - 4] ^= 1,
+                            Then::IsMute => continue,
+                        }
+                    }
+                    if near.write_all(&buffer[..read]).is_err() {
+                        break;
+                    }
                 }
-                if near.write_all(&buffer[..read]).is_err() {
-                    break;
-                }
-            }
+            });
         }
     });
     address
+}
+
+#[test]
+fn a_worker_that_falls_silent_is_left_though_others_answer_for_it() {
+    let (_, alone) = local("glm-dsa");
+    let worker = Worker::start(&fixture("glm-dsa"), Isa::detect());
+    // Preface, greeting, two outputs and one answer.
+    let silent = between(&worker.address, 5, Then::IsMute);
+    let (cluster, config, said) = coordinator("glm-dsa", &[&silent, &worker.address], |options| {
+        options.request_time = Duration::from_millis(250);
+        options.hedge = true;
+    });
+    let is_left = || matches!(cluster.peers()[0].state, State::Sick { .. });
+    let mut seed = 0;
+    while !is_left() {
+        assert_eq!(sum(&cluster, &config, 20, seed), sum(&alone, &config, 20, seed));
+        seed += 1;
+        assert!(seed < 1000, "{said:?}");
+    }
+    assert!(said.lock().unwrap().iter().any(|said| said.contains(&silent)));
 }
 
 #[test]
@@ -276,7 +310,7 @@ fn a_lying_worker_is_found_by_audit_and_what_it_answered_is_recomputed() {
     let (_, alone) = local("glm-dsa");
     let worker = Worker::start(&fixture("glm-dsa"), Isa::detect());
     // Preface, greeting and the two outputs that are compared at first are right.
-    let liar = lying(&worker.address, 4);
+    let liar = between(&worker.address, 4, Then::Lies);
     let (cluster, config, said) = coordinator("glm-dsa", &[&liar], |options| options.audit = 1);
     assert_eq!(cluster.peers()[0].state, State::Ready, "{said:?}");
     for seed in 0..3 {
@@ -287,7 +321,7 @@ fn a_lying_worker_is_found_by_audit_and_what_it_answered_is_recomputed() {
     assert_eq!((rows.remote, rows.failed_over), (0, 6), "{rows:?}");
 
     // Without the audit the wrong bit would be in the sum.
-    let liar = lying(&worker.address, 4);
+    let liar = between(&worker.address, 4, Then::Lies);
     let (cluster, config, _) = coordinator("glm-dsa", &[&liar], |_| {});
     assert_ne!(sum(&cluster, &config, 3, 0), sum(&alone, &config, 3, 0));
 }

@@ -3,18 +3,20 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use cluster::identity::{Holdings, greeting};
 use cluster::wire::Shape;
 use cluster::wire::secure::Policy;
 use cluster::wire::v1::{FAILED, Item, OK, Reply, ReplyReader, put_item, put_request};
+use cluster::wire::v2::{Compute, Kind, Outputs, Status, put_frame};
 use cluster::worker::{Limits, Opened, Server, Stop, Worker, WorkerOptions, open};
 use container::{HeldExperts, Model};
 use experts::load::{ExpertTable, LoadMemory, load_expert};
 use experts::reader::{AtOnce, PageBuffer};
 use experts::{FileSet, IoMode, Reader};
 use formats::{Input, expert_ffn};
-use numerics::{Activations, Compute, Isa, Team};
+use numerics::{Activations, Isa, Team};
 
 use crate::support::fixture;
 
@@ -28,11 +30,11 @@ fn fixtures() -> Vec<String> {
     names
 }
 
-fn compute(isa: Isa, threads: usize, activations: Activations) -> Compute {
-    Compute::new(isa, Arc::new(Team::new(threads).unwrap()), activations)
+fn compute(isa: Isa, threads: usize, activations: Activations) -> numerics::Compute {
+    numerics::Compute::new(isa, Arc::new(Team::new(threads).unwrap()), activations)
 }
 
-fn opened(dir: &Path, held: HeldExperts, io: IoMode, compute: Compute) -> Opened {
+fn opened(dir: &Path, held: HeldExperts, io: IoMode, compute: numerics::Compute) -> Opened {
     let options = WorkerOptions {
         dirs: vec![dir.to_owned()],
         held,
@@ -77,7 +79,7 @@ fn request_bytes(shape: Shape, layer: u32, items: &[Item]) -> Vec<u8> {
 }
 
 /// Outputs of experts computed one by one, here.
-fn outputs(dir: &Path, layer: u32, items: &[Item], compute: &Compute) -> Vec<Item> {
+fn outputs(dir: &Path, layer: u32, items: &[Item], compute: &numerics::Compute) -> Vec<Item> {
     let model = Model::open(&[dir.to_owned()]).unwrap();
     let hidden = model.config.hidden_size;
     let held = HeldExperts::ALL;
@@ -352,4 +354,77 @@ fn more_connections_than_allowed_are_closed_at_once() {
         let mut next = std::iter::repeat_with(|| ask(&mut connect(), shape, layer, &items));
         assert!(next.by_ref().take(1000).any(|reply| reply.is_some()));
     });
+}
+
+/// Bytes of frames to a worker that takes plain connections, the greeting before them.
+fn greeted(worker: &Worker, frames: &[u8]) -> Vec<u8> {
+    let mut bytes = b"COLIEX01".to_vec();
+    bytes.extend_from_slice(&2u32.to_be_bytes());
+    bytes.extend_from_slice(&[0; 16]);
+    put_frame(&mut bytes, Kind::Hello, 0, &greeting(&worker.welcome().facts, &Holdings::default()));
+    bytes.extend_from_slice(frames);
+    bytes
+}
+
+#[test]
+fn a_worker_that_is_told_to_end_does_so_though_a_peer_always_begins_another_message() {
+    let worker = worker("olmoe-mha", Isa::detect(), Activations::Int8);
+    let mut ping = Vec::new();
+    put_frame(&mut ping, Kind::Ping, 1, &[]);
+    let first = greeted(&worker, &[&ping[..], &ping[..8]].concat());
+    serving(worker, Limits::new(1 << 20), |server, connect| {
+        let mut stream = connect();
+        stream.write_all(&first).unwrap();
+        // Preface, greeting and pong have come: the next ping has begun.
+        let mut answer = vec![0; 16 + 16];
+        stream.read_exact(&mut answer).unwrap();
+        let hello = u32::from_le_bytes(answer[16..20].try_into().unwrap()) as usize;
+        stream.read_exact(&mut vec![0; hello + 16 + 24]).unwrap();
+        server.stop().stop();
+        let next = [&ping[8..], &ping[..8]].concat();
+        let mut rest = Vec::new();
+        stream.write_all(&next).unwrap();
+        stream.read_to_end(&mut rest).unwrap();
+    });
+}
+
+#[test]
+fn an_expert_whose_row_is_no_number_fails_alone() {
+    let worker = worker("olmoe-mha", Isa::detect(), Activations::Int8);
+    let (hidden, layer) = (worker.shape().hidden as usize, sparse_layer(&worker));
+    let good = rows(3, hidden, 5);
+    let mut bad = good.clone();
+    bad[1] = f32::NAN;
+    let request = |values: Vec<f32>, sums| Compute {
+        layer,
+        deadline_ms: 0,
+        sums,
+        experts: vec![(0, 1), (1, 2), (2, 4)],
+        rows: vec![0, 1, 1, 2],
+        weights: if sums { vec![0.5, 0.25, 2.0, 1.0] } else { Vec::new() },
+        values,
+    };
+    for sums in [false, true] {
+        let answer = worker.answer(&request(bad.clone(), sums), Instant::now(), || true);
+        assert_eq!(answer.statuses, [Status::Numeric, Status::Computed, Status::Computed]);
+        let whole = worker.answer(&request(good.clone(), sums), Instant::now(), || true);
+        match (answer.outputs, whole.outputs) {
+            (Outputs::Rows(some), Outputs::Rows(all)) => assert_eq!(some, all[hidden..]),
+            // The first row is nobody's any more.
+            (Outputs::Sums(some), Outputs::Sums(all)) => {
+                assert_eq!(some[..hidden], vec![0; hidden]);
+                assert_eq!(some[hidden..], all[hidden..]);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    // Late, and not wanted.
+    let late = worker.answer(
+        &Compute { deadline_ms: 1, ..request(good.clone(), false) },
+        Instant::now().checked_sub(Duration::from_secs(1)).unwrap(),
+        || true,
+    );
+    assert_eq!(late.statuses, [Status::Deadline; 3]);
+    let unwanted = worker.answer(&request(good, false), Instant::now(), || false);
+    assert_eq!(unwanted.statuses, [Status::Cancelled; 3]);
 }

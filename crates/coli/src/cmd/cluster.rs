@@ -42,7 +42,28 @@ pub fn run(args: &ClusterArgs) -> Outcome {
     }
 }
 
+/// Starts this process anew with an allocator that gives large buffers back to the system and shares the
+/// others between threads: with its usual settings each thread keeps its own, far beyond the ceiling.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+fn bound_allocator() {
+    use std::os::unix::process::CommandExt;
+    let settings = [("MALLOC_ARENA_MAX", "1"), ("MALLOC_MMAP_THRESHOLD_", "131072")];
+    if settings.iter().all(|(name, _)| env::var_os(name).is_some()) {
+        return;
+    }
+    if let Ok(program) = env::current_exe() {
+        let mut command = std::process::Command::new(program);
+        // What was set stays; without the others the worker runs all the same.
+        let unset = settings.iter().filter(|(name, _)| env::var_os(name).is_none());
+        let _ = command.args(env::args_os().skip(1)).envs(unset.copied()).exec();
+    }
+}
+
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+fn bound_allocator() {}
+
 fn worker(args: &WorkerArgs) -> Outcome {
+    bound_allocator();
     let key = key::load(args.cluster_key.as_deref())?;
     let address = listen_address(args, key.is_some())?;
     let policy = Policy { plain: key.is_none() || args.allow_plaintext, key };
@@ -231,7 +252,9 @@ fn stop_on_signals(stop: Stop) -> anyhow::Result<()> {
                 std::process::exit(130);
             }
             note!("ending: requests that have begun are answered");
-            stop.stop();
+            // Apart, so that the second signal is heard.
+            let stop = stop.clone();
+            std::thread::spawn(move || stop.stop());
         }
     })?;
     Ok(())

@@ -568,6 +568,7 @@ impl Turn<'_> {
                 self.next_probe();
             }
             Said::Answer { id, answer } => {
+                self.core.closed(self.node, id);
                 if self.node().probe.as_ref().is_some_and(|(probe, _)| *probe == id) {
                     let probe = self.node().probe.take().unwrap().1;
                     match self.core.check_probe(&probe, &answer) {
