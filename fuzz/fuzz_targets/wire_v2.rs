@@ -1,5 +1,5 @@
-//! Connections of version 2: the first byte says how long the pieces are in which the rest comes, the
-//! second who gets it: a worker, a coordinator, or the readers of bodies.
+//! Connections of version 2: the first byte says how long the pieces are in which the rest comes,
+//! the second who gets it: a worker, a coordinator, or the readers of bodies.
 
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! Mistakes that can be switched on, to see that the parity gate finds them. Only in builds with the
-//! feature `mutations`, which no released program has.
+//! Mistakes that can be switched on, to see that the parity gate finds them. Only in builds with
+//! the feature `mutations`, which no released program has.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -61,7 +61,8 @@ pub(crate) fn rotate_back(table: &ExpertTable, key: Key, compute: &Compute, rows
     }
 }
 
-/// Adds what one worker brought, `[rows, hidden]` on the integer grid, as numbers of single precision.
+/// Adds what one worker brought, `[rows, hidden]` on the integer grid, as numbers of single
+/// precision.
 pub(crate) fn add_as_floats(sum: &mut [i64], before: &[i64]) {
     for (sum, before) in sum.iter_mut().zip(before) {
         *sum = ((*before as f32) + ((*sum - *before) as f32)) as i64;

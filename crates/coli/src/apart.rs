@@ -3,7 +3,8 @@
 use std::env;
 use std::process::{Command, Output, Stdio};
 
-/// Gives this process's own command line once more with `--measurement WHAT`; returns what it prints.
+/// Gives this process's own command line once more with `--measurement WHAT`; returns what it
+/// prints.
 pub fn measured(what: &str) -> Result<String, String> {
     let program = env::current_exe().map_err(|error| error.to_string())?;
     let mut command = Command::new(program);

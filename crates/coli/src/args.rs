@@ -379,8 +379,8 @@ pub struct DoctorArgs {
     /// Read and check every tensor, then run one step
     #[arg(long)]
     pub deep: bool,
-    /// Ask every worker of --cluster-workers and --cluster-registry for outputs of some experts, and
-    /// compare them with this machine's
+    /// Ask every worker of --cluster-workers and --cluster-registry for outputs of some experts,
+    /// and compare them with this machine's
     #[arg(long)]
     pub cluster: bool,
     /// Print the checks as JSON on stdout

@@ -81,8 +81,8 @@ impl<'a> RoutedBatch<'a> {
         RoutedBatch { input, experts: list, ends, rows, weights }
     }
 
-    /// The batch of experts that each say which rows they get, both ascending; outputs for which there is
-    /// no weight count once.
+    /// The batch of experts that each say which rows they get, both ascending; outputs for which
+    /// there is no weight count once.
     pub fn of<'r>(
         scratch: &Scratch,
         input: &'a Input<'a>,

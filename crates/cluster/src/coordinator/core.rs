@@ -48,8 +48,8 @@ pub struct CoordinatorOptions {
     pub request_time: Duration,
     /// The key of the cluster: with one, nothing passes that is not encrypted.
     pub key: Option<Key>,
-    /// The only protocol version to speak; `None` speaks what a worker speaks, version 1 without a key
-    /// only.
+    /// The only protocol version to speak; `None` speaks what a worker speaks, version 1 without a
+    /// key only.
     pub version: Option<Version>,
     /// Whether routing weights are sent along where sums are fewer bytes than outputs.
     pub partial_sums: bool,
@@ -170,8 +170,8 @@ pub struct Core {
 }
 
 impl Core {
-    /// A coordinator of these workers with the experts of this machine, all of them. `seed` must not be
-    /// known to workers: it says which answers are compared.
+    /// A coordinator of these workers with the experts of this machine, all of them. `seed` must
+    /// not be known to workers: it says which answers are compared.
     pub fn new(
         config: &Config,
         local: Arc<LocalExperts>,
@@ -318,9 +318,8 @@ impl Core {
         said
     }
 
-    /// A request by which to try a worker: rows that nobody can foresee for an expert that it would get,
-    /// or might.
-    /// `None` when it holds none.
+    /// A request by which to try a worker: rows that nobody can foresee for an expert that it would
+    /// get, or might. `None` when it holds none.
     pub fn probe(
         &self,
         at: usize,
@@ -544,7 +543,8 @@ impl Core {
         Ok(())
     }
 
-    /// Keeps an answer to be added, and compares it with this machine's own when it is drawn for that.
+    /// Keeps an answer to be added, and compares it with this machine's own when it is drawn for
+    /// that.
     fn accept(
         &self,
         step: &mut Step,
@@ -690,7 +690,8 @@ fn outputs_of<'a>(
     found
 }
 
-/// The number of distinct rows, where sums of them and weights for that are fewer bytes than outputs.
+/// The number of distinct rows, where sums of them and weights for that are fewer bytes than
+/// outputs.
 fn less_as_sums<'a>(items: impl Iterator<Item = ExpertRows<'a>> + Clone) -> Option<usize> {
     let mut rows: Vec<u32> = items.flat_map(|item| item.rows).copied().collect();
     let outputs = rows.len();

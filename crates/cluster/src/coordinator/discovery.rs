@@ -29,8 +29,8 @@ pub struct Discovery {
 }
 
 impl Discovery {
-    /// Workers of a registry, those that `allow` says may be used; the list is looked at after every
-    /// rest of `every`.
+    /// Workers of a registry, those that `allow` says may be used; the list is looked at after
+    /// every rest of `every`.
     pub fn new(
         registry: Client,
         every: Duration,

@@ -28,11 +28,12 @@ const REQUEST_BYTES: u64 = 16 << 20;
 /// before that: less would ask twice because a machine did something else for a moment.
 const HEDGE_FACTOR: f64 = 4.0;
 const HEDGE_LEAST: Duration = Duration::from_millis(100);
-/// Most time before another worker is asked too, and how much slower than the fastest a worker may count
-/// for that.
+/// Most time before another worker is asked too, and how much slower than the fastest a worker may
+/// count for that.
 const HEDGE_MOST: Duration = Duration::from_secs(2);
 const HEDGE_SLOWER: f64 = 2.0;
-/// Answers in a row that brought nothing, or came after another worker's, after which a worker is left.
+/// Answers in a row that brought nothing, or came after another worker's, after which a worker is
+/// left.
 const STRIKES: u32 = 3;
 /// Share of the old value in the mean of seconds per expert, and the experts after which it counts.
 const OLD_SHARE_OF_EXPERT: f64 = 0.98;
@@ -80,8 +81,8 @@ pub struct Peer {
     in_a_row: u32,
     /// Answers since the last useful one that brought nothing, or that others were faster with.
     strikes: u32,
-    /// Requests that are not answered, also those whose answer is not wanted any more, and until when
-    /// each must be.
+    /// Requests that are not answered, also those whose answer is not wanted any more, and until
+    /// when each must be.
     open: Vec<(u64, Instant)>,
     /// Mean seconds of late requests.
     request_s: Option<f64>,
@@ -133,8 +134,8 @@ pub struct UnknownPlace {
 }
 
 impl Fleet {
-    /// Workers of these names; others may be added. Of several rules for an expert the first one counts; a
-    /// worker that a rule names gets nothing but what rules give it.
+    /// Workers of these names; others may be added. Of several rules for an expert the first one
+    /// counts; a worker that a rule names gets nothing but what rules give it.
     pub fn new(names: &[String], rules: Vec<Rule>, request_time: Duration) -> Fleet {
         let rules = rules.into_iter().map(|rule| {
             let is_local = rule.place == "local";

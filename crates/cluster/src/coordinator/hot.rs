@@ -1,15 +1,17 @@
-//! Experts that stay with the coordinator: those chosen most often, as many as fit in its memory and as
-//! it can compute while it would wait for workers. No sockets, no clocks: times are arguments.
+//! Experts that stay with the coordinator: those chosen most often, as many as fit in its memory
+//! and as it can compute while it would wait for workers. No sockets, no clocks: times are
+//! arguments.
 
 use std::time::Duration;
 
 /// MoE calls after which the number is looked at again, and counts are halved.
 const WINDOW_CALLS: u64 = 512;
-/// Share of the time for routed experts that waiting may be before more stay here, and below which fewer
-/// do.
+/// Share of the time for routed experts that waiting may be before more stay here, and below which
+/// fewer do.
 const WAIT_MOST: f64 = 0.2;
 const WAIT_LEAST: f64 = 0.05;
-/// Share of the memory for experts that those may take: workers that fail leave others to this machine.
+/// Share of the memory for experts that those may take: workers that fail leave others to this
+/// machine.
 const MEMORY_SHARE: f64 = 0.75;
 
 /// What is known of the experts.

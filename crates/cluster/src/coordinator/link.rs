@@ -72,16 +72,17 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Connects to `host:port` and waits for its greeting, by version 2 or, where the worker does not
-    /// speak it and no key asks for encryption, version 1; `only` allows one of them. The greeting has
-    /// `time`.
+    /// Connects to `host:port` and waits for its greeting, by version 2 or, where the worker does
+    /// not speak it and no key asks for encryption, version 1; `only` allows one of them. The
+    /// greeting has `time`.
     pub fn connect(
         name: &str,
         hello: &Arc<Hello>,
         only: Option<Version>,
         time: Duration,
     ) -> Result<(Link, Event), LinkError> {
-        // A connection that was lost by chance must not make a worker of version 2 one of version 1.
+        // A connection that was lost by chance must not make a worker of version 2 one of version
+        // 1.
         let attempts = if only == Some(Version::One) { 0 } else { 2 };
         for _ in 0..attempts {
             let link = Link::open(name, Version::Two, hello)?;
@@ -250,8 +251,9 @@ impl Link {
         }
     }
 
-    /// Reads until the connection ends, and says why it did. `draining` is told when the worker takes no
-    /// further requests, `answered` of every answer. Whoever waits for one when the connection ends has none.
+    /// Reads until the connection ends, and says why it did. `draining` is told when the worker
+    /// takes no further requests, `answered` of every answer. Whoever waits for one when the
+    /// connection ends has none.
     pub fn read(&self, draining: impl Fn(), answered: impl Fn(u64)) -> LinkError {
         let error = self.read_events(draining, answered).err().unwrap_or(LinkError::Ended);
         self.close();

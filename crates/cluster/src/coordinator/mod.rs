@@ -125,7 +125,7 @@ impl Peers for StepPeers<'_> {
 
     fn ask(&self, worker: usize, number: usize, request: Request, deadline: Instant) {
         let waiting = Waiting { number, replies: self.sender.clone() };
-        let job = Job::Ask { request, waiting, deadline };
+        let job = Job::Ask { request: Box::new(request), waiting, deadline };
         if let Err(Job::Ask { waiting, .. }) = self.coordinator.shared.send(worker, job) {
             waiting.tell(None);
         }

@@ -31,7 +31,8 @@ pub struct Observed {
     pub ping: Duration,
 }
 
-/// Asks a worker at `host:port` what it is; it must speak version 2. An error says why it did not answer.
+/// Asks a worker at `host:port` what it is; it must speak version 2. An error says why it did not
+/// answer.
 pub fn observe(name: &str, key: Option<Key>, time: Duration) -> Result<Observed, String> {
     let facts = Facts::of_observer();
     let (shape, holdings) = (facts.shape(), Arc::default());
@@ -102,7 +103,9 @@ impl Coordinator {
                 let waiting = Waiting { number: 0, replies };
                 let started = Instant::now();
                 // One whose thread has ended gives no answer.
-                let _ = self.shared.send(at, Job::Ask { request, waiting, deadline });
+                let _ = self
+                    .shared
+                    .send(at, Job::Ask { request: Box::new(request), waiting, deadline });
                 let left = deadline.saturating_duration_since(Instant::now());
                 let answer = match answers.recv_timeout(left) {
                     Ok(Reply { answer: Some(answer), .. }) => answer,

@@ -1,6 +1,6 @@
 //! The experts of one layer that workers compute: whom to ask, what to do when an answer fails, is
-//! late or never comes. No sockets, no clocks: time is an argument, and what is to be done comes out
-//! as actions.
+//! late or never comes. No sockets, no clocks: time is an argument, and what is to be done comes
+//! out as actions.
 
 use std::time::{Duration, Instant};
 
@@ -104,8 +104,8 @@ pub struct Step {
 }
 
 impl Step {
-    /// Begins a layer: every expert that belongs to a worker and does not stay here is asked for, the
-    /// slowest worker's first.
+    /// Begins a layer: every expert that belongs to a worker and does not stay here is asked for,
+    /// the slowest worker's first.
     pub fn new(
         fleet: &Fleet,
         layer: usize,
@@ -230,8 +230,8 @@ impl Step {
         }
     }
 
-    /// A request is answered. Returns the places of the experts whose outputs count, and how long it
-    /// took, in order of the request: not those that failed, nor those that another answer had.
+    /// A request is answered. Returns the places of the experts whose outputs count, and how long
+    /// it took, in order of the request: not those that failed, nor those that another answer had.
     pub fn answered(
         &mut self,
         fleet: &mut Fleet,

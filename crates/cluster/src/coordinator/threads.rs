@@ -39,7 +39,7 @@ struct End {
 /// Something for the thread of a worker.
 pub(super) enum Job {
     /// A request, and who waits for its answer.
-    Ask { request: Request, waiting: Waiting, deadline: Instant },
+    Ask { request: Box<Request>, waiting: Waiting, deadline: Instant },
     /// An answer that is not wanted any more.
     Cancel(u64),
     /// The connection of this number has ended.
@@ -156,7 +156,7 @@ impl Shared {
             };
             let failed = match (job, &link) {
                 (Ok(Job::Ask { request, waiting, deadline }), Some(link)) => {
-                    link.ask(request, waiting, deadline).err()
+                    link.ask(*request, waiting, deadline).err()
                 }
                 (Ok(Job::Ask { waiting, .. }), None) => {
                     waiting.tell(None);

@@ -35,7 +35,8 @@ pub struct Registration {
 
 impl Registration {
     /// Registers `record`, and says after every rest of `every` that this machine is there and what
-    /// `status` says of it. A registry that does not answer or has forgotten it is no reason to end.
+    /// `status` says of it. A registry that does not answer or has forgotten it is no reason to
+    /// end.
     pub fn start(
         client: Client,
         every: Duration,

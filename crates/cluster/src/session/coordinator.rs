@@ -51,8 +51,8 @@ pub struct Request {
 }
 
 impl Request {
-    /// A request for some experts of a layer with these input rows, `[rows, hidden]`. Sums are asked for
-    /// in version 2 only.
+    /// A request for some experts of a layer with these input rows, `[rows, hidden]`. Sums are
+    /// asked for in version 2 only.
     pub fn new<'a>(
         version: Version,
         shape: &Shape,
@@ -142,7 +142,8 @@ enum State {
 pub struct CoordinatorSession {
     hello: Arc<Hello>,
     state: State,
-    /// Requests of version 2 that are not answered; those that were cancelled without wanting to know.
+    /// Requests of version 2 that are not answered; those that were cancelled without wanting to
+    /// know.
     asked: HashMap<u64, Asked>,
     outgoing: Vec<u8>,
 }
@@ -275,8 +276,8 @@ impl CoordinatorSession {
         Ok(true)
     }
 
-    /// Says that an answer is not wanted any more; it may come all the same. Nothing in version 1 says
-    /// so.
+    /// Says that an answer is not wanted any more; it may come all the same. Nothing in version 1
+    /// says so.
     pub fn cancel(&mut self, id: u64) -> Result<(), SessionError> {
         if self.asked.contains_key(&id) {
             return self.send(Kind::Cancel, id);

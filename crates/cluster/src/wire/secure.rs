@@ -6,12 +6,12 @@
 //! worker:      "COLIEX01" u32be 2  security u8  status u8  0 0
 //! ```
 //!
-//! The coordinator's is as long as the head of a request of version 1, so that a worker of that version
-//! ends the connection rather than wait for more.
+//! The coordinator's is as long as the head of a request of version 1, so that a worker of that
+//! version ends the connection rather than wait for more.
 //!
-//! With encryption both prefaces are the prologue of `Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s`, and every
-//! Noise message has its length before it, u16 big-endian. A length of 0 in place of the worker's
-//! handshake message means that the keys differ.
+//! With encryption both prefaces are the prologue of `Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s`, and
+//! every Noise message has its length before it, u16 big-endian. A length of 0 in place of the
+//! worker's handshake message means that the keys differ.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,10 +1,12 @@
-//! Version 2: frames in both directions, inside the channel of [`super::secure`]. Integers are little-endian.
+//! Version 2: frames in both directions, inside the channel of [`super::secure`]. Integers are
+//! little-endian.
 //!
 //! ```text
 //! frame:   u32 length of the body, u8 kind, u8 0, u16 0, u64 id, body
 //! HELLO:   u32 length, facts as JSON, holdings
 //! COMPUTE: u32 layer, deadline in ms, flags, rows R, items n; n × (u32 expert, rows r);
-//!          per item r × u16 row of R; 0 to 4 bytes; per item r × f32 weight, with flag 1; R × D f32
+//!          per item r × u16 row of R; 0 or 2 bytes of 0; with flag 1 per item r × f32 weight;
+//!          R × D f32
 //! ANSWER:  u32 flags, µs waited, µs computed, items n; n × u8 status; 0 to 4 bytes;
 //!          per computed item r × D f32, or with flag 1 R × D i64
 //! PONG:    u32 requests waiting, u32 0, u64 rows computed, u64 bytes of experts in memory
@@ -140,7 +142,8 @@ impl FrameReader {
         head + self.body.len()
     }
 
-    /// Takes bytes from the front of `input`, at most to the end of a frame, which is then returned.
+    /// Takes bytes from the front of `input`, at most to the end of a frame, which is then
+    /// returned.
     pub fn take(
         &mut self,
         input: &mut &[u8],
@@ -235,8 +238,8 @@ impl Compute {
         (expert, &self.rows[range.clone()], self.weights.get(range).unwrap_or(&[]))
     }
 
-    /// Appends a request for some experts of a batch with these input rows, `[rows, hidden]`. Returns
-    /// the distinct rows, ascending.
+    /// Appends a request for some experts of a batch with these input rows, `[rows, hidden]`.
+    /// Returns the distinct rows, ascending.
     pub fn put<'a>(
         out: &mut Vec<u8>,
         id: u64,
@@ -409,10 +412,11 @@ pub struct Answer {
 /// Outputs of an answer.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Outputs {
-    /// Of each computed expert, in the order of the request, its rows, unweighted: `[rows, hidden]`.
+    /// Of each computed expert, in the order of the request, its rows, unweighted: `[rows,
+    /// hidden]`.
     Rows(Vec<f32>),
-    /// Of each distinct row the weighted outputs of all computed experts, added on the integer grid:
-    /// `[rows, hidden]`.
+    /// Of each distinct row the weighted outputs of all computed experts, added on the integer
+    /// grid: `[rows, hidden]`.
     Sums(Vec<i64>),
 }
 

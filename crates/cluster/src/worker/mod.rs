@@ -144,8 +144,8 @@ impl Worker {
         (reply, computed.map(|_| ()))
     }
 
-    /// Computes a request of version 2 that came at `arrived`, as far as it can be; nothing of it unless
-    /// `is_wanted` still says so when its turn comes.
+    /// Computes a request of version 2 that came at `arrived`, as far as it can be; nothing of it
+    /// unless `is_wanted` still says so when its turn comes.
     pub fn answer(
         &self,
         request: &Compute,
@@ -193,8 +193,8 @@ impl Worker {
         Answer { waited_us, computed_us, statuses, outputs }
     }
 
-    /// Marks experts that get a row that is not finite; returns the request with such rows as zeros, if
-    /// there are any.
+    /// Marks experts that get a row that is not finite; returns the request with such rows as
+    /// zeros, if there are any.
     fn refuse_non_finite(&self, request: &Compute, statuses: &mut [Status]) -> Option<Compute> {
         let (isa, hidden) = (self.compute.isa, self.shape.hidden as usize);
         function::first_non_finite(isa, &request.values)?;

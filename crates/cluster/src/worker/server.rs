@@ -1,7 +1,7 @@
 //! A worker's TCP server: a thread per connection that reads, and one that computes what a peer of
-//! version 2 asks while further messages come. Every message has a deadline from its first byte to its
-//! last; between messages a connection may rest as long as it likes, and the system finds out when
-//! its peer is gone.
+//! version 2 asks while further messages come. Every message has a deadline from its first byte to
+//! its last; between messages a connection may rest as long as it likes, and the system finds out
+//! when its peer is gone.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, ErrorKind, Read};
@@ -127,7 +127,8 @@ impl Stop {
         let open: Vec<(Arc<Connection>, bool)> =
             self.0.open().values().map(|open| (open.connection.clone(), open.in_request)).collect();
         for (connection, in_request) in open {
-            // Whoever cannot be told finds out; one that is being written to hears of it after that.
+            // Whoever cannot be told finds out; one that is being written to hears of it after
+            // that.
             let _ = connection.session().drain();
             if let Ok(writing) = connection.writing.try_lock() {
                 drop(writing);
@@ -303,7 +304,8 @@ fn serve(shared: &Shared, id: u64, connection: &Connection, peer: SocketAddr) {
     let _ = connection.stream.shutdown(Shutdown::Both);
 }
 
-/// Lets a peer read why its connection ends: a connection that is closed with bytes unread is reset.
+/// Lets a peer read why its connection ends: a connection that is closed with bytes unread is
+/// reset.
 fn linger(stream: &TcpStream) {
     let _ = stream.shutdown(Shutdown::Write);
     let deadline = Instant::now() + LINGER_TIME;

@@ -100,7 +100,8 @@ fn requests_that_are_none_are_answered_and_change_nothing() {
     let post = |path: &str, body: &str| {
         let length = body.len();
         format!(
-            "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{body}"
+            "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\
+             content-length: {length}\r\n\r\n{body}"
         )
     };
     let big = " ".repeat(BODY_BYTES_MAX + 1);

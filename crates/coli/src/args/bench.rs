@@ -157,13 +157,14 @@ pub struct BenchUxArgs {
 /// `coli bench cluster`.
 #[derive(Args, Debug)]
 #[command(after_help = "\
-Every measurement has processes of its own: one that computes everything itself, then for each set of
-rules a coordinator and its workers, in turns. All have the same --ram, --threads, --io and
+Every measurement has processes of its own: one that computes everything itself, then for each set
+of rules a coordinator and its workers, in turns. All have the same --ram, --threads, --io and
 --read-limit, so the first is what one machine does, the others what a fleet of such machines does.
 With --delay everything that passes takes that long each way, as between machines.")]
 pub struct BenchClusterArgs {
     /// Workers
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=16))]
+    #[arg(long, value_name = "N", default_value_t = 3,
+          value_parser = clap::value_parser!(u8).range(1..=16))]
     pub workers: u8,
     /// Tokens that are fed one by one, after as many that fill caches
     #[arg(long, value_name = "N", default_value_t = 24, value_parser = parse_count)]

@@ -143,7 +143,7 @@ pub struct KeyArgs {
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Machines register by POST /v1/cluster/register and say every 10 seconds that they are there; GET
-/v1/cluster/topology lists them. With --cluster-key requests must carry a token that is made from it.
+/v1/cluster/topology lists them. With --cluster-key requests must carry a token made from it.
 The registry is believed in nothing that matters: coordinators compare every worker themselves.")]
 pub struct RegistryArgs {
     /// Address to listen on; port 0 takes a free one

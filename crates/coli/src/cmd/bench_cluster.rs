@@ -286,7 +286,8 @@ fn verdict(alone: &Arm, with: &Arm) -> (bool, String) {
     let why = match wait_ms > WAIT_SHARE * token_ms {
         false => format!(
             "the experts that are asked for are in this machine's memory, so it waits {wait_ms:.1} \
-             of {token_ms:.1} ms for reads, and with workers a token waits {remote_ms:.1} ms for them"
+             of {token_ms:.1} ms for reads, and with workers a token waits {remote_ms:.1} ms for \
+             them"
         ),
         true => format!(
             "{waits}, and with workers it waits {remote_ms:.1} ms for {wire} to and from them"
@@ -361,7 +362,8 @@ fn show(args: &BenchClusterArgs, arms: &[Arm], sparse: usize) {
             let call_ms = arm.median(|found| found.remote_ms) / sparse.max(1) as f64;
             let trip_ms = 2.0 * args.delay;
             say!(
-                "{}: a sparse layer waits {call_ms:.1} ms, {:.2} x the round trip of {trip_ms:.1} ms",
+                "{}: a sparse layer waits {call_ms:.1} ms, {:.2} x the round trip of \
+                 {trip_ms:.1} ms",
                 arm.name,
                 call_ms / trip_ms
             );

@@ -42,8 +42,9 @@ pub fn run(args: &ClusterArgs) -> Outcome {
     }
 }
 
-/// Starts this process anew with an allocator that gives large buffers back to the system and shares the
-/// others between threads: with its usual settings each thread keeps its own, far beyond the ceiling.
+/// Starts this process anew with an allocator that gives large buffers back to the system and
+/// shares the others between threads: with its usual settings each thread keeps its own, far beyond
+/// the ceiling.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn bound_allocator() {
     use std::os::unix::process::CommandExt;
@@ -224,8 +225,8 @@ fn listen_address(args: &WorkerArgs, has_key: bool) -> Result<SocketAddr, Failur
     };
     if !address.ip().is_loopback() && !has_key && !args.allow_plaintext {
         return Err(Failure::usage(format!(
-            "--listen {address} can be reached by others: give --cluster-key FILE (coli cluster key \
-             makes one), or --allow-plaintext if the network is yours alone"
+            "--listen {address} can be reached by others: give --cluster-key FILE (coli cluster \
+             key makes one), or --allow-plaintext if the network is yours alone"
         )));
     }
     Ok(address)

@@ -198,7 +198,8 @@ fn fingerprint(stderr: &[u8]) -> String {
     line.unwrap_or_else(|| panic!("{text}")).to_owned()
 }
 
-/// Kills one or two of three workers at some moments of a run; none changes a logit, and no run ends.
+/// Kills one or two of three workers at some moments of a run; none changes a logit, and no run
+/// ends.
 fn kill_at_moments(model: &str, prompt: &[&str], moments: usize, mut seed: u64) {
     let generate = ["run", "--model", model, "--max-tokens", "60", "--fingerprint"];
     let generate = [&generate[..], prompt].concat();

@@ -37,7 +37,7 @@ impl Compared {
             if let Some(at) = (0..count).find(|at| theirs[*at] != ours[*at]) {
                 let (row, element) = (at / self.hidden, at % self.hidden);
                 return format!(
-                    "layer {layer}, expert {expert}, row {row}, element {element}: {} instead of {}",
+                    "layer {layer}, expert {expert}, row {row}, element {element}: {}, not {}",
                     theirs[at], ours[at]
                 );
             }
@@ -127,8 +127,8 @@ fn fingerprint(options: &EngineOptions) -> String {
     fingerprint.hex()
 }
 
-/// The logits with workers. Nothing but the comparison of sums would find a wrong one: outputs are not
-/// audited.
+/// The logits with workers. Nothing but the comparison of sums would find a wrong one: outputs are
+/// not audited.
 pub fn with(model: &str, activations: Activations, workers: &[Worker], way: Way) -> Ran {
     let made: Arc<OnceLock<Arc<Compared>>> = Arc::default();
     let said = Arc::new(Mutex::new(Vec::new()));
@@ -284,15 +284,16 @@ fn a_worker_with_other_weights_arithmetic_or_activations_is_refused_before_any_t
     assert_eq!(outcome.json()["ids"], generate(&right, &[]).json()["ids"]);
 }
 
-/// Mistakes that the gate must find; `cargo test -p coli --features mutations --test coli mutations`.
+/// Mistakes that the gate must find; `cargo test -p coli --features mutations --test coli
+/// mutations`.
 #[cfg(feature = "mutations")]
 mod mutations {
     use cluster::mutation::{Mutation, set};
 
     use super::*;
 
-    /// Whether the gate lets a configuration pass. Workers are not tried when they join here either: the
-    /// gate itself must see what is wrong.
+    /// Whether the gate lets a configuration pass. Workers are not tried when they join here
+    /// either: the gate itself must see what is wrong.
     fn passes(model: &str, count: usize, way: Way) -> bool {
         let workers = workers(model, Activations::Int8, count, way);
         let ran = with(model, Activations::Int8, &workers, way);

@@ -126,8 +126,8 @@ impl ExpertSource {
         ExpertSource { desc, reads, matrices, crc32c, blake3, in_place, by_matrix }
     }
 
-    /// What the expert is, whatever its layout: the first half of the BLAKE3 of formats, shapes and the
-    /// hash of its canonical bytes. `None` where the container has no such hash.
+    /// What the expert is, whatever its layout: the first half of the BLAKE3 of formats, shapes and
+    /// the hash of its canonical bytes. `None` where the container has no such hash.
     pub fn identity(&self) -> Option<[u8; 16]> {
         let blake3 = self.blake3?;
         let mut text = Vec::with_capacity(128);

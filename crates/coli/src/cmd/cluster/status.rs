@@ -82,18 +82,32 @@ impl Row {
     }
 }
 
-/// For each model the number of workers that hold each of its experts, least and how many experts.
-fn coverage(rows: &[Row]) -> BTreeMap<String, (usize, Vec<usize>)> {
-    let mut models: BTreeMap<String, (usize, BTreeMap<(u32, u32), usize>)> = BTreeMap::new();
+/// What workers of a model hold together.
+#[derive(Default)]
+struct Coverage {
+    workers: usize,
+    /// How many workers hold each expert.
+    held: BTreeMap<(u32, u32), usize>,
+}
+
+impl Coverage {
+    /// Experts that two workers or more hold.
+    fn twice(&self) -> usize {
+        self.held.values().filter(|count| **count > 1).count()
+    }
+}
+
+/// What is held of each model.
+fn coverage(rows: &[Row]) -> BTreeMap<String, Coverage> {
+    let mut models: BTreeMap<String, Coverage> = BTreeMap::new();
     for observed in rows.iter().filter_map(|row| row.observed.as_ref().ok()) {
-        let (most, held) = models.entry(observed.facts.model.clone()).or_default();
-        *most += 1;
+        let coverage = models.entry(observed.facts.model.clone()).or_default();
+        coverage.workers += 1;
         for key in observed.holdings.keys() {
-            *held.entry(key).or_default() += 1;
+            *coverage.held.entry(key).or_default() += 1;
         }
     }
-    let counts = |held: BTreeMap<(u32, u32), usize>| held.into_values().collect();
-    models.into_iter().map(|(model, (workers, held))| (model, (workers, counts(held)))).collect()
+    models
 }
 
 fn show(rows: &[Row], others: &[Member]) {
@@ -145,14 +159,13 @@ fn show(rows: &[Row], others: &[Member]) {
             say!("{}: {why}", row.address);
         }
     }
-    for (model, (workers, held)) in coverage(rows) {
+    for (model, coverage) in coverage(rows) {
         let model: String = model.chars().take(8).collect();
-        let twice = held.iter().filter(|count| **count > 1).count();
         say!(
             "model {model}: {} held by {}, {} of them by two or more",
-            output::counted(held.len(), "expert"),
-            output::counted(workers, "worker"),
-            output::count(twice as u64)
+            output::counted(coverage.held.len(), "expert"),
+            output::counted(coverage.workers, "worker"),
+            output::count(coverage.twice() as u64)
         );
     }
     for member in others {
@@ -182,11 +195,10 @@ fn as_json(rows: &[Row], others: &[Member]) -> Value {
         value["listed"] = row.listed.as_ref().map_or(Value::Null, |member| member.record.clone());
         value
     };
-    let models = coverage(rows).into_iter().map(|(model, (workers, held))| {
-        let twice = held.iter().filter(|count| **count > 1).count();
+    let models = coverage(rows).into_iter().map(|(model, coverage)| {
         json!({
-            "model": model, "workers": workers, "experts_held": held.len(),
-            "experts_held_twice": twice,
+            "model": model, "workers": coverage.workers, "experts_held": coverage.held.len(),
+            "experts_held_twice": coverage.twice(),
         })
     });
     json!({

@@ -1,10 +1,12 @@
-//! Whatever happens to workers and connections, in whatever order, the logits are those of this machine.
+//! Whatever happens to workers and connections, in whatever order, the logits are those of this
+//! machine.
 //!
-//! Every seed is a cluster and what happens to it. `COLI_SIM_SEEDS=FIRST..LAST` runs other seeds than
-//! the usual ones:
+//! Every seed is a cluster and what happens to it. `COLI_SIM_SEEDS=FIRST..LAST` runs other seeds
+//! than the usual ones:
 //!
 //! ```sh
-//! COLI_SIM_SEEDS=0..1000000 cargo test --release -p colibri-lab --test lab simulation -- --nocapture
+//! COLI_SIM_SEEDS=0..1000000 \
+//!     cargo test --release -p colibri-lab --test lab simulation -- --nocapture
 //! ```
 
 mod world;

@@ -1,5 +1,5 @@
-//! A cluster in one thread: workers, connections and time as events drawn from a seed. Sessions, fleet,
-//! steps and the arithmetic are those of the program.
+//! A cluster in one thread: workers, connections and time as events drawn from a seed. Sessions,
+//! fleet, steps and the arithmetic are those of the program.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
@@ -235,14 +235,14 @@ impl State {
                     world.cut("it does not greet in time");
                 }
             }
-            Event::ToWorker(bytes) => world.to_worker(bytes),
-            Event::ToCoordinator(bytes) => world.to_coordinator(bytes),
+            Event::ToWorker(bytes) => world.arrive_at_worker(bytes),
+            Event::ToCoordinator(bytes) => world.arrive_at_coordinator(bytes),
             Event::Computed(id, answer) => world.computed(id, &answer),
             Event::Replied(reply) => {
                 if let Some(server) = &mut world.node().server {
                     server.reply_v1(&reply);
                 }
-                world.from_worker();
+                world.send_of_worker();
             }
         }
         true
@@ -347,7 +347,7 @@ impl Turn<'_> {
             let holdings = Default::default();
             self.said(Said::Joined { facts: None, holdings, compared: 0 });
         }
-        self.from_coordinator();
+        self.send_of_coordinator();
     }
 
     /// Sends bytes in pieces that arrive one after another.
@@ -385,17 +385,17 @@ impl Turn<'_> {
         }
     }
 
-    fn from_coordinator(&mut self) {
+    fn send_of_coordinator(&mut self) {
         let bytes = self.node().client.as_mut().map(CoordinatorSession::take_outgoing);
         self.send(bytes.unwrap_or_default(), true);
     }
 
-    fn from_worker(&mut self) {
+    fn send_of_worker(&mut self) {
         let bytes = self.node().server.as_mut().map(WorkerSession::take_outgoing);
         self.send(bytes.unwrap_or_default(), false);
     }
 
-    fn to_worker(&mut self, bytes: Vec<u8>) {
+    fn arrive_at_worker(&mut self, bytes: Vec<u8>) {
         let now = self.state.now;
         let hung_until = self.node().hung_until;
         if hung_until > now {
@@ -415,7 +415,7 @@ impl Turn<'_> {
         let mut wishes = Vec::new();
         let Some(server) = &mut self.node().server else { return };
         let received = server.receive(&bytes, &mut wishes);
-        self.from_worker();
+        self.send_of_worker();
         if received.is_err() {
             // What it says arrives before the end of the connection.
             self.state.happened.refused += 1;
@@ -432,7 +432,7 @@ impl Turn<'_> {
             if let Some(server) = &mut self.node().server {
                 server.drain().unwrap();
             }
-            self.from_worker();
+            self.send_of_worker();
         }
     }
 
@@ -458,7 +458,7 @@ impl Turn<'_> {
                 if let Some(server) = &mut self.node().server {
                     server.pong(id, &Default::default()).unwrap();
                 }
-                self.from_worker();
+                self.send_of_worker();
             }
             Wish::V1(request) => {
                 let (mut reply, _) = worker.reply(request);
@@ -539,21 +539,21 @@ impl Turn<'_> {
         if let Some(server) = &mut self.node().server {
             server.answer(id, answer).unwrap();
         }
-        self.from_worker();
+        self.send_of_worker();
         if self.state.noise.once_in(self.faults.crash) {
             let micros = self.state.noise.below(1_000);
             self.after(micros, Event::Cut);
         }
     }
 
-    fn to_coordinator(&mut self, bytes: Vec<u8>) {
+    fn arrive_at_coordinator(&mut self, bytes: Vec<u8>) {
         let mut said = Vec::new();
         let Some(client) = &mut self.node().client else { return };
         let received = client.receive(&bytes, &mut said);
         for said in said {
             self.said(said);
         }
-        self.from_coordinator();
+        self.send_of_coordinator();
         if let Err(error) = received {
             self.state.happened.refused += 1;
             self.cut(&error.to_string());
@@ -611,7 +611,7 @@ impl Turn<'_> {
         if let Some(client) = &mut self.node().client {
             client.ask(request).unwrap();
         }
-        self.from_coordinator();
+        self.send_of_coordinator();
     }
 }
 
@@ -632,7 +632,7 @@ impl Peers for World {
         };
         if sent {
             node.waiting.insert(id, number);
-            turn.from_coordinator();
+            turn.send_of_coordinator();
         } else {
             turn.state.replies.push_back(Reply { number, answer: None });
         }
@@ -646,7 +646,7 @@ impl Peers for World {
         if let Some(client) = &mut turn.node().client {
             client.cancel(id).unwrap();
         }
-        turn.from_coordinator();
+        turn.send_of_coordinator();
     }
 
     fn close(&self, worker: usize) {
