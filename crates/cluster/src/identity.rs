@@ -59,14 +59,16 @@ pub struct Facts {
 
 /// Two machines that do not compute the same.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("{field} is {there} there and {here} here; both must have {remedy}")]
+#[error(
+    "{field} is {coordinator} at the coordinator and {worker} at the worker; both must have {remedy}"
+)]
 pub struct Mismatch {
     /// What differs.
     pub field: &'static str,
-    /// This side's.
-    pub here: String,
-    /// The peer's.
-    pub there: String,
+    /// The coordinator's.
+    pub coordinator: String,
+    /// The worker's.
+    pub worker: String,
     /// What both must have.
     pub remedy: &'static str,
 }
@@ -120,8 +122,8 @@ impl Facts {
         Shape { hidden, intermediate, layers, experts }
     }
 
-    /// The first thing in which a peer differs.
-    pub fn check(&self, peer: &Facts) -> Result<(), Mismatch> {
+    /// The first thing in which the facts of a coordinator and a worker differ.
+    pub fn compare(coordinator: &Facts, worker: &Facts) -> Result<(), Mismatch> {
         let model = "the same model";
         let number = |field: &'static str, here: u32, there: u32, remedy| {
             (field, here.to_string(), there.to_string(), remedy)
@@ -129,26 +131,27 @@ impl Facts {
         let facts = [
             number(
                 "the numerics version",
-                self.numerics,
-                peer.numerics,
+                coordinator.numerics,
+                worker.numerics,
                 "versions of colibri with the same",
             ),
-            number("the hidden size", self.hidden, peer.hidden, model),
-            number("the expert width", self.intermediate, peer.intermediate, model),
-            number("the number of layers", self.layers, peer.layers, model),
-            number("the number of experts", self.experts, peer.experts, model),
-            ("the hash of config.json", self.model.clone(), peer.model.clone(), model),
+            number("the hidden size", coordinator.hidden, worker.hidden, model),
+            number("the expert width", coordinator.intermediate, worker.intermediate, model),
+            number("the number of layers", coordinator.layers, worker.layers, model),
+            number("the number of experts", coordinator.experts, worker.experts, model),
+            ("the hash of config.json", coordinator.model.clone(), worker.model.clone(), model),
             (
                 "--activations",
-                self.activations.clone(),
-                peer.activations.clone(),
+                coordinator.activations.clone(),
+                worker.activations.clone(),
                 "the same --activations",
             ),
         ];
-        for (field, here, there, remedy) in facts {
-            if here != there {
-                let there = shown(&there, 64);
-                return Err(Mismatch { field, here, there, remedy });
+        for (field, ours, theirs, remedy) in facts {
+            if ours != theirs {
+                // Text of a peer, to be shown.
+                let (coordinator, worker) = (shown(&ours, 64), shown(&theirs, 64));
+                return Err(Mismatch { field, coordinator, worker, remedy });
             }
         }
         Ok(())
@@ -285,8 +288,12 @@ pub fn facts_of(body: &[u8]) -> Result<(Facts, &[u8]), WireError> {
     let json = rest.split_at_checked(length).filter(|_| length <= FACTS_BYTES_MAX);
     let (json, rest) = json.ok_or(malformed("the facts of a greeting are too long"))?;
     let facts = serde_json::from_slice(json);
-    let facts =
+    let mut facts: Facts =
         facts.map_err(|_| malformed("the facts of a greeting are not what they must be"))?;
+    // They are shown to people.
+    for text in [&mut facts.activations, &mut facts.model, &mut facts.engine, &mut facts.isa] {
+        *text = shown(text, 64);
+    }
     Ok((facts, rest))
 }
 

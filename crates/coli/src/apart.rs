@@ -3,12 +3,15 @@
 use std::env;
 use std::process::{Command, Output, Stdio};
 
+use crate::workers;
+
 /// Gives this process's own command line once more with `--measurement WHAT`; returns what it
 /// prints.
 pub fn measured(what: &str) -> Result<String, String> {
     let program = env::current_exe().map_err(|error| error.to_string())?;
     let mut command = Command::new(program);
     command.args(env::args_os().skip(1)).arg("--measurement").arg(what);
+    workers::without_environment(&mut command);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().map_err(|error| error.to_string())?;
     // Closed when this process ends, however it ends: the child ends with it.

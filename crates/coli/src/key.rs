@@ -1,7 +1,7 @@
 //! Key files of clusters.
 
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::path::Path;
 
 use cluster::wire::secure::Key;
@@ -62,5 +62,11 @@ pub fn create(path: &Path) -> Result<(), Failure> {
         file.write_all(format!("{}\n", key.to_hex()).as_bytes())?;
         file.sync_all()
     });
-    written.map_err(|error| Failure::usage(format!("{}: {error}", path.display())))
+    written.map_err(|error| match error.kind() {
+        ErrorKind::AlreadyExists => Failure::usage(format!(
+            "{} exists, and a key is never overwritten; give another name",
+            path.display()
+        )),
+        _ => Failure::usage(format!("{}: {error}", path.display())),
+    })
 }

@@ -1,11 +1,13 @@
 //! Expert workers that the flags name.
 
 use std::env;
-use std::net::ToSocketAddrs;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::process::Command;
 use std::sync::{Arc, OnceLock};
 
 use cluster::coordinator::{
-    Coordinator, CoordinatorOptions, Discovery, Examined, LOOK_EVERY, REQUEST_TIME, State,
+    Audit, Coordinator, CoordinatorOptions, Discovery, Examined, HOT_WINDOW_CALLS, LOOK_EVERY,
+    REQUEST_TIME, State,
 };
 use cluster::registry::Client;
 use cluster::wire::secure::Key;
@@ -30,6 +32,12 @@ const REGISTRY_VARIABLE: &str = "CLUSTER_COORDINATOR";
 
 /// The coordinator of an engine that was opened with [`add`].
 pub type Workers = Arc<OnceLock<Arc<Coordinator>>>;
+
+/// Takes the names of other programs out of the environment of a process that is to have workers of
+/// its own.
+pub fn without_environment(command: &mut Command) {
+    command.env_remove(WORKERS_VARIABLE).env_remove(REGISTRY_VARIABLE);
+}
 
 /// Names of a list, or of the environment where it is empty, without repetitions.
 pub fn listed(given: &[String]) -> Vec<String> {
@@ -63,12 +71,16 @@ pub fn registry(given: Option<&str>, key: Option<&Key>) -> Result<Option<Client>
     Ok(Some(Client::new(url, key)))
 }
 
+/// Whether a name is that of a worker; its addresses.
+pub fn check_name(name: &str) -> Result<Vec<SocketAddr>, String> {
+    let addresses = name.to_socket_addrs();
+    let refuse = |error| format!("worker {name:?}: {error}; workers are given as HOST:PORT");
+    addresses.map(Iterator::collect).map_err(refuse)
+}
+
 /// Whether what passes between this machine and a worker may be seen by others.
 fn check_address(name: &str, is_safe: bool) -> Result<(), String> {
-    let addresses = name
-        .to_socket_addrs()
-        .map_err(|error| format!("worker {name:?}: {error}; workers are given as HOST:PORT"))?;
-    for address in addresses {
+    for address in check_name(name)? {
         if !address.ip().is_loopback() && !is_safe {
             return Err(format!(
                 "worker {name} is beyond this machine: give the --cluster-key FILE that it has, \
@@ -120,11 +132,16 @@ fn named(args: &CoordinatorArgs, config: &Config) -> Result<Option<Named>, Failu
     let options = CoordinatorOptions {
         workers,
         rules: args.place.clone(),
-        audit: args.audit.unwrap_or(0),
+        audit: match args.audit {
+            None => Audit::Unverified,
+            Some(0) => Audit::Off,
+            Some(requests) => Audit::OneIn(requests),
+        },
         request_time: REQUEST_TIME,
         key,
         version: None,
         partial_sums: args.partial_sums,
+        hot_window_calls: HOT_WINDOW_CALLS,
         hedge: !args.no_hedge,
         keep_hot: !args.no_keep_hot,
         notice: Arc::new(|text: &str| note!("{text}")),
@@ -171,7 +188,12 @@ pub fn examine(args: &EngineArgs, opened: &Model) -> Result<Vec<Examined>, Failu
     let local = LocalOptions { read_ahead: ReadAhead::Off, ..LocalOptions::default() };
     let local = LocalExperts::new(store, &ledger, local);
     let local = Arc::new(local.map_err(|error| Failure::Failed(error.into()))?);
-    let Named { options, discovery } = named;
+    let Named { mut options, discovery } = named;
+    if let Some(discovery) = &discovery {
+        discovery.check().map_err(|error| Failure::Failed(error.into()))?;
+    }
+    // What is to be said of a worker is in the checks.
+    options.notice = Arc::new(|_: &str| {});
     let coordinator = Coordinator::new(&opened.config, local, &compute, options, discovery);
     Ok(coordinator.map_err(|error| Failure::usage(error.to_string()))?.examine())
 }
@@ -190,10 +212,12 @@ pub fn note(workers: &Workers) {
     let Some(coordinator) = workers.get() else { return };
     let rows = coordinator.rows();
     note!(
-        "workers: {} rows computed by them, {} here, {} after a failure, {} compared",
+        "workers: {} rows computed by them, {} here; of all {} after a failure, {} asked of two, {} \
+         compared",
         output::count(rows.remote),
         output::count(rows.local),
         output::count(rows.failed_over),
+        output::count(rows.hedged),
         output::count(rows.audited)
     );
 }
@@ -208,6 +232,8 @@ pub fn json(workers: &Workers) -> Value {
         "local_rows": rows.local,
         "failed_over_rows": rows.failed_over,
         "hedged_rows": rows.hedged,
+        "recovered_rows": rows.recovered,
+        "summed_rows": rows.summed,
         "audited_rows": rows.audited,
         "kept_experts": coordinator.kept_here(),
         "wire_bytes": coordinator.wire_bytes(),

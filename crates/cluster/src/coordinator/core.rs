@@ -10,7 +10,7 @@ use experts::{ExpertBackend, ExpertError, ExpertRows, LocalExperts, Notice, Rout
 use numerics::{Compute, combine};
 
 use super::difference::Difference;
-use super::fleet::{Fleet, State};
+use super::fleet::{Fleet, Size, State};
 use super::hot::Hot;
 use super::placement::{Rule, mix};
 use super::step::{Action, Step, Wanted};
@@ -28,12 +28,29 @@ const REWEIGH_STEPS: u64 = 1024;
 const IDLE_TIME: Duration = Duration::from_secs(1);
 /// What no sum of a row reaches: 64 contributions below 2^24, on a grid of 2^-32.
 const SUM_LIMIT: u64 = 1 << 62;
+/// Of answers that may be compared one in so many is, and the share of the time that it may take.
+const AUDIT_DRAWS: u64 = 4;
+const AUDIT_SHARE: u64 = 50;
+/// Experts of which one that belongs to a worker is chosen to try it.
+const PROBE_DRAWS: usize = 256;
 /// Rows of each expert by which a worker is tried.
 const PROBED_ROWS: usize = 3;
 /// What an older program in another language must be told to come close.
 const OTHER_PROGRAM: &str = "a worker of the C engine comes close only with --activations f32 \
     here and IDOT=0 I4S=1 COLI_NO_FUSED_PAIR=1 SPEC_PIN=0 XEXP=0 I4_ACC512=0 I3_AVX512=0 DRAFT=0 \
     COLI_CUDA=0 COLI_METAL=0 COLI_VULKAN=0 there, and is not used all the same";
+
+/// Which requests are computed here too, and compared.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Audit {
+    /// None.
+    Off,
+    /// Of workers whose weights were not all compared by hashes, as many as a fiftieth of the time
+    /// for routed experts allows.
+    Unverified,
+    /// One in so many, which is not 0, of all workers.
+    OneIn(u64),
+}
 
 /// How a coordinator is made.
 #[derive(Clone)]
@@ -42,8 +59,8 @@ pub struct CoordinatorOptions {
     pub workers: Vec<String>,
     /// Where experts belong, against the even placement.
     pub rules: Vec<Rule>,
-    /// One request in so many is computed here too, and compared; 0 for none.
-    pub audit: u64,
+    /// Which requests are computed here too, and compared.
+    pub audit: Audit,
     /// Time for a request to a worker of which nothing is known yet, and least time for any.
     pub request_time: Duration,
     /// The key of the cluster: with one, nothing passes that is not encrypted.
@@ -53,6 +70,8 @@ pub struct CoordinatorOptions {
     pub version: Option<Version>,
     /// Whether routing weights are sent along where sums are fewer bytes than outputs.
     pub partial_sums: bool,
+    /// Calls after which the number of experts that stay here is looked at again.
+    pub hot_window_calls: u64,
     /// Whether another worker is asked too when one is late.
     pub hedge: bool,
     /// Whether experts that are chosen most often stay here, as far as memory and time allow.
@@ -66,12 +85,16 @@ pub struct CoordinatorOptions {
 pub struct RowCounts {
     /// By workers.
     pub remote: u64,
-    /// Here, because they belong here or no worker was there.
+    /// Here; with those by workers they are all.
     pub local: u64,
-    /// Here or by another worker, because the first one failed.
+    /// Of all, those whose first worker failed.
     pub failed_over: u64,
-    /// By another worker too, because the first one was late.
+    /// Of all, those for which another worker was asked too, because the first one was late.
     pub hedged: u64,
+    /// Of those by workers, rows of which a request had failed before.
+    pub recovered: u64,
+    /// Of those by workers, rows whose outputs came as sums.
+    pub summed: u64,
     /// Here too, to compare.
     pub audited: u64,
 }
@@ -82,6 +105,8 @@ pub(super) struct Counters {
     local: AtomicU64,
     failed_over: AtomicU64,
     hedged: AtomicU64,
+    recovered: AtomicU64,
+    summed: AtomicU64,
     audited: AtomicU64,
     /// Bytes of requests and answers, as messages have them.
     bytes: AtomicU64,
@@ -91,6 +116,9 @@ pub(super) struct Counters {
     /// Draws for the audit so far, from a number that differs from run to run.
     draws: AtomicU64,
     wait_ns: AtomicU64,
+    /// Time for routed experts, and of that for comparing answers.
+    compute_ns: AtomicU64,
+    audit_ns: AtomicU64,
 }
 
 impl Counters {
@@ -182,6 +210,7 @@ impl Core {
         let rules = options.rules.clone();
         let mut fleet = Fleet::new(&options.workers, rules, options.request_time);
         fleet.hedges = options.hedge;
+        fleet.expert_bytes = local.table().slot_bytes_max();
         let hello = Hello {
             facts: Facts {
                 isa: compute.isa.level().to_string(),
@@ -198,7 +227,7 @@ impl Core {
             true => local.capacity_bytes() / table.slot_bytes_max().max(1),
             false => 0,
         };
-        let hot = Hot::new(&experts, fit as usize);
+        let hot = Hot::new(&experts, fit as usize, options.hot_window_calls);
         Core {
             hot: Mutex::new(hot),
             options,
@@ -240,10 +269,17 @@ impl Core {
 
     /// What was computed where.
     pub fn rows(&self) -> RowCounts {
-        let Counters { remote, local, failed_over, hedged, audited, .. } = &self.counters;
-        let [remote, local, failed_over, hedged, audited] =
-            [remote, local, failed_over, hedged, audited].map(|n| n.load(Ordering::Relaxed));
-        RowCounts { remote, local, failed_over, hedged, audited }
+        let counters = &self.counters;
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        RowCounts {
+            remote: load(&counters.remote),
+            local: load(&counters.local),
+            failed_over: load(&counters.failed_over),
+            hedged: load(&counters.hedged),
+            recovered: load(&counters.recovered),
+            summed: load(&counters.summed),
+            audited: load(&counters.audited),
+        }
     }
 
     /// Bytes of requests and answers so far, encryption not counted.
@@ -263,11 +299,11 @@ impl Core {
 
     /// A worker failed: says so once. Returns when it is tried again.
     pub fn leave(&self, at: usize, why: &str, now: Instant) -> Instant {
-        let (retry_at, news) = self.fleet().failed(at, now);
+        let (retry_at, news) = self.fleet().failed(at, why, now);
         if news {
             let name = self.name(at);
             (self.options.notice)(&format!(
-                "worker {name}: {why}; its experts are computed elsewhere until it answers rightly"
+                "worker {name}: {why}; its experts are computed elsewhere until it is back"
             ));
         }
         retry_at
@@ -285,10 +321,15 @@ impl Core {
 
     /// A worker is wrong: it is never asked again, and that is said once.
     pub fn quarantine(&self, at: usize, why: &str) {
-        if self.fleet().quarantine(at) {
+        let is_news = self.fleet().quarantine(at, why);
+        if is_news {
+            let other = match self.fleet().version(at) {
+                Version::One => format!(" ({OTHER_PROGRAM})"),
+                Version::Two => String::new(),
+            };
             (self.options.notice)(&format!(
                 "worker {} is not used any more: {why}; both must have the same model and the same \
-                 --activations, {} here ({OTHER_PROGRAM})",
+                 --activations, {} here{other}",
                 self.name(at),
                 self.compute.activations
             ));
@@ -314,7 +355,8 @@ impl Core {
             (_, compared) => format!(" with {held} experts, {compared} of them with hashes"),
         };
         let holdings = facts.is_some().then_some(holdings);
-        self.fleet().greeted(at, version, facts, holdings);
+        let verified = compared == held && held > 0;
+        self.fleet().greeted(at, version, facts, holdings, verified);
         said
     }
 
@@ -330,14 +372,20 @@ impl Core {
         let hidden = shape.hidden as usize;
         let (mine, time) = {
             let fleet = self.fleet();
-            let keys = || self.local.table().keys();
-            let belongs = |key: &ExpertKey| fleet.belongs(at, key.0 as usize, key.1);
-            let mut mine: Vec<ExpertKey> = keys().filter(belongs).collect();
+            let all: Vec<ExpertKey> = self.local.table().keys().collect();
+            // Some at random: of a large model with many workers it would take long to look at all.
+            let drawn = |noise: &mut dyn FnMut() -> u64| {
+                all.get((noise() % all.len().max(1) as u64) as usize).copied()
+            };
+            let some: Vec<ExpertKey> = (0..PROBE_DRAWS).filter_map(|_| drawn(noise)).collect();
+            let belongs = |key: &&ExpertKey| fleet.belongs(at, key.0 as usize, key.1);
+            let mut mine: Vec<ExpertKey> = some.iter().filter(belongs).copied().collect();
             if mine.is_empty() {
                 // It gets what others cannot do.
-                mine = keys().filter(|key| fleet.has(at, *key)).collect();
+                mine = all.into_iter().filter(|key| fleet.has(at, *key)).collect();
             }
-            (mine, fleet.deadline(at))
+            let one = Size { experts: 1, rows: PROBED_ROWS as u64, row_bytes: 0 };
+            (mine, fleet.deadline(at, one))
         };
         let (layer, expert) = *mine.get((noise() % mine.len().max(1) as u64) as usize)?;
         // Between -1 and 1.
@@ -352,12 +400,18 @@ impl Core {
         Some((Probe { layer: layer as usize, item }, request))
     }
 
+    /// Time for a worker to answer a probe.
+    pub fn probe_time(&self, at: usize) -> Duration {
+        self.fleet().deadline(at, Size { experts: 1, rows: PROBED_ROWS as u64, row_bytes: 0 })
+    }
+
     /// Compares an answer to a probe with this machine's own.
     pub fn check_probe(&self, probe: &Probe, answer: &Answer) -> Result<(), Unfit> {
         let theirs = match &answer.outputs {
             _ if answer.statuses != [Status::Computed] => {
                 let text = answer.statuses.first().map_or("nothing", |status| status.text());
-                return Err(Unfit::Failed(format!("it cannot compute: {text}")));
+                let (layer, expert) = (probe.layer, probe.item.expert);
+                return Err(Unfit::Failed(format!("layer {layer}, expert {expert}: {text}")));
             }
             Outputs::Rows(rows) => &rows[..],
             Outputs::Sums(_) => &[],
@@ -404,19 +458,22 @@ impl Core {
                     let head = (layer as u32, time_ms, sums);
                     let values = batch.input.values();
                     let mut request = Request::new(version, shape, id, head, items, values);
-                    let bytes = request.bytes() + request.answer_bytes(shape.hidden);
-                    counters.bytes.fetch_add(bytes, Ordering::Relaxed);
+                    counters.bytes.fetch_add(request.bytes(), Ordering::Relaxed);
                     let rows = if sums { std::mem::take(&mut request.rows) } else { Vec::new() };
                     sent.push(Sent { id, rows });
-                    self.fleet().asked(worker, id, deadline);
+                    self.fleet().asked(worker, id, experts.len(), deadline, time);
                     peers.ask(worker, number, request, deadline);
                 }
                 Action::Cancel { number, worker } => {
                     peers.cancel(worker, sent[number].id);
                 }
+                Action::Draining { worker } => self.draining(worker),
                 Action::Leave { worker, why } => {
-                    self.leave(worker, &why, peers.now());
-                    peers.close(worker);
+                    let is_ready = self.fleet().peers()[worker].state == State::Ready;
+                    if is_ready {
+                        self.leave(worker, &why, peers.now());
+                        peers.close(worker);
+                    }
                 }
             }
         }
@@ -427,12 +484,16 @@ impl Core {
         self.fleet().closed(at, id);
     }
 
-    /// Leaves workers that have not answered by their deadline.
-    fn leave_overdue(&self, peers: &dyn Peers, now: Instant) {
+    /// Leaves workers that have not answered by their deadline. Returns them.
+    fn leave_overdue(&self, peers: &dyn Peers, now: Instant) -> Vec<usize> {
+        let mut left = Vec::new();
         loop {
-            let Some(at) = self.fleet().overdue(now) else { return };
-            self.leave(at, "it does not answer in time", now);
+            let overdue = self.fleet().overdue(now);
+            let Some((at, time)) = overdue else { return left };
+            let why = format!("it did not answer within {:.1} s", time.as_secs_f64());
+            self.leave(at, &why, now);
             peers.close(at);
+            left.push(at);
         }
     }
 
@@ -460,8 +521,10 @@ impl Core {
                 fleet.reweigh();
             }
             let mut hot = self.hot();
-            hot.chosen(layer, batch.experts().iter().copied());
-            let stays = |expert| hot.stays(layer, expert);
+            // Rules come first.
+            let is_free = |expert: &u32| !fleet.is_ruled(layer, *expert);
+            hot.chosen(layer, batch.experts().iter().copied().filter(is_free));
+            let stays = |expert| hot.stays(layer, expert) && is_free(&expert);
             let wanted = batch.iter().map(wanted).collect();
             Step::new(&fleet, layer, wanted, row_bytes, stays, peers.now())
         };
@@ -487,16 +550,26 @@ impl Core {
             let reply = peers.wait(until);
             let now = peers.now();
             waited_for += now.duration_since(started);
-            self.leave_overdue(peers, now);
+            for at in self.leave_overdue(peers, now) {
+                step.lost(&self.fleet(), at, now);
+            }
             match reply {
+                Some(Reply { number, answer: Some(answer) })
+                    if matches!(answer.outputs, Outputs::Sums(_))
+                        && !step.is_wanted_whole(number, &answer.statuses) =>
+                {
+                    // Another answer has had a part of what is added up in this one.
+                    step.failed(&self.fleet(), number, now);
+                }
                 Some(Reply { number, answer: Some(answer) }) => {
                     let experts = {
                         let mut fleet = self.fleet();
                         step.answered(&mut fleet, number, &answer.statuses, now)
                     };
+                    counters.bytes.fetch_add(answer.bytes(), Ordering::Relaxed);
                     let worker = step.worker_of(number);
                     let answered = Answered { worker, number, experts, answer };
-                    self.accept(&mut step, layer, batch, &sent, answered, &mut answers)?;
+                    self.accept(&mut step, layer, batch, &sent, answered, &mut answers, peers)?;
                 }
                 Some(Reply { number, answer: None }) => {
                     self.closed(step.worker_of(number), sent[number].id);
@@ -507,6 +580,8 @@ impl Core {
             self.carry_out(&mut step, layer, batch, &mut sent, peers);
         }
         counters.wait_ns.fetch_add(waited_for.as_nanos() as u64, Ordering::Relaxed);
+        let all = peers.now().duration_since(begun).as_nanos() as u64;
+        counters.compute_ns.fetch_add(all, Ordering::Relaxed);
         self.hot().took(computed, waited_for);
         let mut disbelieved: Vec<usize> = Vec::new();
         #[cfg(feature = "mutations")]
@@ -518,7 +593,14 @@ impl Core {
             let is_wrong = self.fleet().peers()[*worker].state == State::Quarantined;
             let (rows, asked) = (&sent[*number].rows, step.experts_of(*number));
             if !is_wrong && self.add(batch, rows, asked, &answered, sum) {
-                counters.remote.fetch_add(count_of(experts), Ordering::Relaxed);
+                let rows = count_of(experts);
+                counters.remote.fetch_add(rows, Ordering::Relaxed);
+                if matches!(answered.answer.outputs, Outputs::Sums(_)) {
+                    counters.summed.fetch_add(rows, Ordering::Relaxed);
+                }
+                let again: Vec<usize> =
+                    experts.iter().copied().filter(|at| step.has_failed(*at)).collect();
+                counters.recovered.fetch_add(count_of(&again), Ordering::Relaxed);
             } else {
                 disbelieved.extend((!is_wrong).then_some(*worker));
                 step.disbelieve(experts);
@@ -530,6 +612,7 @@ impl Core {
         }
         let left_over = step.left_over();
         if !left_over.is_empty() {
+            counters.local.fetch_add(count_of(&left_over), Ordering::Relaxed);
             let part = batch.part(&compute.scratch, |expert| is_among(&left_over, expert));
             local.compute(compute, layer, &part, sum, &mut || {})?;
         }
@@ -553,22 +636,27 @@ impl Core {
         sent: &[Sent],
         answered: Answered,
         answers: &mut Vec<Answered>,
+        peers: &dyn Peers,
     ) -> Result<(), ExpertError> {
         let Core { counters, options, .. } = self;
         if answered.experts.is_empty() {
             return Ok(());
         }
-        let computed =
-            answered.answer.statuses.iter().filter(|status| **status == Status::Computed).count();
-        let is_sum = matches!(answered.answer.outputs, Outputs::Sums(_));
-        if is_sum && computed != answered.experts.len() {
-            // Another answer has had a part of what is added up here.
-            step.disbelieve(&answered.experts);
-            return Ok(());
-        }
         // No worker can foresee which of its answers are compared.
         let draw = mix(counters.draws.fetch_add(1, Ordering::Relaxed));
-        if options.audit > 0 && draw.is_multiple_of(options.audit) {
+        let is_audited = match options.audit {
+            Audit::Off => false,
+            Audit::OneIn(requests) => draw.is_multiple_of(requests.max(1)),
+            Audit::Unverified => {
+                let spent = counters.audit_ns.load(Ordering::Relaxed);
+                let all = counters.compute_ns.load(Ordering::Relaxed);
+                draw.is_multiple_of(AUDIT_DRAWS)
+                    && spent <= all / AUDIT_SHARE
+                    && !self.fleet().is_verified(answered.worker)
+            }
+        };
+        if is_audited {
+            let begun = peers.now();
             let rows = answered.experts.iter().map(|at| batch.rows_of(*at).rows.len() as u64);
             counters.audited.fetch_add(rows.sum(), Ordering::Relaxed);
             let (rows, asked) = (&sent[answered.number].rows, step.experts_of(answered.number));
@@ -576,6 +664,8 @@ impl Core {
             if let Some(difference) = found {
                 self.quarantine(answered.worker, &difference.to_string());
             }
+            let took = peers.now().duration_since(begun).as_nanos() as u64;
+            counters.audit_ns.fetch_add(took, Ordering::Relaxed);
         }
         answers.push(answered);
         Ok(())

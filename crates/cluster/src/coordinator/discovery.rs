@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use experts::Notice;
 
 use super::threads::Shared;
-use crate::registry::Client;
+use crate::registry::{Client, ClientError};
 
 /// Usual rest between two looks at the list.
 pub const LOOK_EVERY: Duration = Duration::from_secs(5);
@@ -37,6 +37,11 @@ impl Discovery {
         allow: impl Fn(&str) -> Result<(), String> + Send + Sync + 'static,
     ) -> Discovery {
         Discovery { registry, every, allow: Arc::new(allow) }
+    }
+
+    /// Whether the registry answers.
+    pub fn check(&self) -> Result<(), ClientError> {
+        self.registry.topology().map(|_| ())
     }
 
     /// Adds what is listed now, and from then on what is listed later.
@@ -96,7 +101,13 @@ impl Look {
             if member.role != "expert" || !is_ready {
                 continue;
             }
-            let known = shared.core.fleet().peers().len();
+            let (is_known, known) = {
+                let fleet = shared.core.fleet();
+                (fleet.knows(&member.address), fleet.peers().len())
+            };
+            if is_known {
+                continue;
+            }
             let allowed = match known < WORKERS_MAX {
                 true => (self.discovery.allow)(&member.address),
                 false => Err(format!("{WORKERS_MAX} workers are known already")),

@@ -42,6 +42,25 @@ const EXPERTS_MEASURED: u64 = 256;
 /// them: experts that move are cold where they come to.
 const WEIGHT_STEP: f64 = std::f64::consts::SQRT_2;
 
+/// Least rate at which a worker may read experts that are not in its memory, and pass rows on,
+/// before it counts as too slow.
+const READ_BYTES_PER_S: f64 = 100e6;
+const ROW_BYTES_PER_S: f64 = 10e6;
+/// Most rows of a request, counted per expert that gets them, for which others are asked too:
+/// larger ones keep every worker busy.
+const HEDGED_ROWS: u64 = 64;
+
+/// How much a request asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Size {
+    /// Experts.
+    pub experts: usize,
+    /// Rows, counted per expert that gets them.
+    pub rows: u64,
+    /// Bytes of those.
+    pub row_bytes: u64,
+}
+
 /// How a worker is.
 #[derive(Clone, PartialEq, Debug)]
 pub enum State {
@@ -58,6 +77,16 @@ pub enum State {
     },
     /// Its outputs are wrong: it is never asked again.
     Quarantined,
+}
+
+/// A request that is not answered.
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    id: u64,
+    experts: usize,
+    /// Until when it must be answered, and how long that was.
+    deadline: Instant,
+    time: Duration,
 }
 
 /// A worker as the fleet sees it.
@@ -77,15 +106,16 @@ pub struct Peer {
     pub answered_s: f64,
     /// Requests that failed.
     pub failures: u64,
+    /// Why the last one did.
+    pub last_failure: Option<String>,
     /// Failures since the last answer.
     in_a_row: u32,
     /// Answers since the last useful one that brought nothing, or that others were faster with.
     strikes: u32,
-    /// Requests that are not answered, also those whose answer is not wanted any more, and until
-    /// when each must be.
-    open: Vec<(u64, Instant)>,
-    /// Mean seconds of late requests.
-    request_s: Option<f64>,
+    /// Requests that are not answered, also those whose answer is not wanted any more.
+    open: Vec<Open>,
+    /// Seconds per expert of late requests; what was slow counts at once.
+    late_s: Option<f64>,
     /// Mean seconds per expert, and experts that were computed.
     expert_s: f64,
     experts: u64,
@@ -95,6 +125,8 @@ pub struct Peer {
     version: Option<Version>,
     /// What it holds, if it says so.
     holdings: Option<Holdings>,
+    /// Whether all of that was compared by hashes.
+    verified: bool,
     /// Whether rules say what it gets.
     by_rules: bool,
     /// Its draws in the placement.
@@ -119,6 +151,8 @@ pub struct Fleet {
     /// Rules and whom each names; nobody yet where workers come later.
     rules: Vec<(Rule, Option<Place>)>,
     request_time: Duration,
+    /// Bytes of the largest expert.
+    pub expert_bytes: u64,
     /// Whether late answers are asked of others too.
     pub hedges: bool,
 }
@@ -142,7 +176,8 @@ impl Fleet {
             (rule, is_local.then_some(Place::Local))
         });
         let rules = rules.collect();
-        let mut fleet = Fleet { peers: Vec::new(), rules, request_time, hedges: false };
+        let mut fleet =
+            Fleet { peers: Vec::new(), rules, request_time, expert_bytes: 0, hedges: false };
         names.iter().for_each(|name| {
             fleet.add(name);
         });
@@ -167,16 +202,18 @@ impl Fleet {
             requests: 0,
             answered_s: 0.0,
             failures: 0,
+            last_failure: None,
             facts: None,
             in_a_row: 0,
             strikes: 0,
             open: Vec::new(),
-            request_s: None,
+            late_s: None,
             expert_s: 0.0,
             experts: 0,
             weight: 1.0,
             version: None,
             holdings: None,
+            verified: false,
             by_rules,
             // By the name, so that a list in another order places experts alike.
             id: name.bytes().fold(0, |id, byte| super::placement::mix(id ^ u64::from(byte))),
@@ -215,6 +252,16 @@ impl Fleet {
         self.home(layer, expert, |peer| peer.state == State::Ready)
     }
 
+    /// Whether a rule says where an expert belongs.
+    pub fn is_ruled(&self, layer: usize, expert: u32) -> bool {
+        self.rules.iter().any(|(rule, _)| rule.covers(layer, expert))
+    }
+
+    /// Whether a worker of this name is known.
+    pub fn knows(&self, name: &str) -> bool {
+        self.peers.iter().any(|peer| peer.name == name)
+    }
+
     /// Another worker for an expert after some have failed; the coordinator where there is none.
     pub fn other_place(&self, layer: usize, expert: u32, failed: &[usize]) -> Place {
         let well = |peer: &Peer| {
@@ -235,21 +282,27 @@ impl Fleet {
         self.home(layer, expert, well) == Place::Worker(at)
     }
 
-    /// How long to wait for a worker's answer.
-    pub fn deadline(&self, at: usize) -> Duration {
-        match self.peers[at].request_s {
+    /// How long to wait for a worker's answer to requests of this size.
+    pub fn deadline(&self, at: usize, size: Size) -> Duration {
+        // A slow drive and a slow network are no failures.
+        let read_s = size.experts as f64 * self.expert_bytes as f64 / READ_BYTES_PER_S;
+        let allowed = Duration::from_secs_f64(read_s + size.row_bytes as f64 / ROW_BYTES_PER_S);
+        let time = match self.peers[at].late_s {
             None => self.request_time,
-            Some(mean) => {
+            Some(late_s) => {
                 let least = self.request_time / LEAST_SHARE;
                 let most = self.request_time * MOST_SHARE;
-                Duration::from_secs_f64(mean * DEADLINE_FACTOR).clamp(least, most)
+                let expected_s = late_s * size.experts as f64;
+                Duration::from_secs_f64(expected_s * DEADLINE_FACTOR).clamp(least, most)
             }
-        }
+        };
+        time + allowed
     }
 
-    /// Mean seconds of a worker's late requests; those of which nothing is known count as slow.
-    pub fn request_s(&self, at: usize) -> f64 {
-        self.peers[at].request_s.unwrap_or(f64::INFINITY)
+    /// Seconds per expert of a worker's late requests; those of which nothing is known count as
+    /// slow.
+    pub fn late_s(&self, at: usize) -> f64 {
+        self.peers[at].late_s.unwrap_or(f64::INFINITY)
     }
 
     /// A worker is connected and its outputs are right. False when it was found wrong before.
@@ -271,9 +324,26 @@ impl Fleet {
         version: Version,
         facts: Option<Facts>,
         holdings: Option<Holdings>,
+        verified: bool,
     ) {
         let peer = &mut self.peers[at];
         (peer.version, peer.facts, peer.holdings) = (Some(version), facts, holdings);
+        peer.verified = verified;
+    }
+
+    /// Whether every expert of a worker was compared by its hash.
+    pub fn is_verified(&self, at: usize) -> bool {
+        self.peers[at].verified
+    }
+
+    /// Experts that rules give a worker and that it does not hold.
+    pub fn is_given_what_it_lacks(&self, at: usize, keys: impl Iterator<Item = Key>) -> bool {
+        let peer = &self.peers[at];
+        let mut given = keys.filter(|(layer, expert)| {
+            let rule = self.rules.iter().find(|(rule, _)| rule.covers(*layer as usize, *expert));
+            rule.is_some_and(|(_, place)| *place == Some(Place::Worker(at)))
+        });
+        peer.by_rules && given.any(|key| !peer.has(key))
     }
 
     /// Protocol version of a worker's connection.
@@ -293,35 +363,43 @@ impl Fleet {
     }
 
     /// Time after which another worker is asked too, if that is wanted and anything is known.
-    pub fn hedge_time(&self, at: usize) -> Option<Duration> {
-        let mean = self.peers[at].request_s.filter(|_| self.hedges)?;
+    pub fn hedge_time(&self, at: usize, size: Size) -> Option<Duration> {
+        let late_s = self.peers[at].late_s.filter(|_| self.hedges && size.rows <= HEDGED_ROWS)?;
         let well = self.peers.iter().filter(|peer| peer.state == State::Ready);
-        let fastest = well.filter_map(|peer| peer.request_s).fold(mean, f64::min);
+        let fastest = well.filter_map(|peer| peer.late_s).fold(late_s, f64::min);
         // A worker that was slow once must not make others wait for it from then on.
-        let usual = mean.min(HEDGE_SLOWER * fastest);
-        Some(Duration::from_secs_f64(usual * HEDGE_FACTOR).clamp(HEDGE_LEAST, HEDGE_MOST))
+        let usual_s = late_s.min(HEDGE_SLOWER * fastest) * size.experts as f64;
+        Some(Duration::from_secs_f64(usual_s * HEDGE_FACTOR).clamp(HEDGE_LEAST, HEDGE_MOST))
     }
 
-    /// A request was sent to a worker, which must answer it by a deadline.
-    pub fn asked(&mut self, at: usize, id: u64, deadline: Instant) {
-        self.peers[at].open.push((id, deadline));
+    /// A request for so many experts was sent to a worker, which has `time` until `deadline`.
+    pub fn asked(&mut self, at: usize, id: u64, experts: usize, deadline: Instant, time: Duration) {
+        self.peers[at].open.push(Open { id, experts, deadline, time });
     }
 
     /// A request was answered, whether or not that was still wanted.
     pub fn closed(&mut self, at: usize, id: u64) {
-        self.peers[at].open.retain(|(open, _)| *open != id);
+        self.peers[at].open.retain(|open| open.id != id);
     }
 
-    /// A worker that has not answered a request by its deadline, if there is one.
-    pub fn overdue(&self, now: Instant) -> Option<usize> {
-        let late = |peer: &Peer| peer.open.iter().any(|(_, deadline)| *deadline <= now);
-        self.peers.iter().position(|peer| peer.state == State::Ready && late(peer))
+    /// A worker that has not answered a request by its deadline, and the time that it had, if there
+    /// is one. It counts as so slow from then on.
+    pub fn overdue(&mut self, now: Instant) -> Option<(usize, Duration)> {
+        for (at, peer) in self.peers.iter_mut().enumerate() {
+            let late = peer.open.iter().find(|open| open.deadline <= now);
+            if let Some(late) = late.copied().filter(|_| peer.state == State::Ready) {
+                let least_s = late.time.as_secs_f64() / late.experts.max(1) as f64;
+                peer.late_s = Some(peer.late_s.map_or(least_s, |late_s| late_s.max(least_s)));
+                return Some((at, late.time));
+            }
+        }
+        None
     }
 
     /// When the next request must be answered.
     pub fn next_deadline(&self) -> Option<Instant> {
         let well = self.peers.iter().filter(|peer| peer.state == State::Ready);
-        well.flat_map(|peer| peer.open.iter().map(|(_, deadline)| *deadline)).min()
+        well.flat_map(|peer| peer.open.iter().map(|open| open.deadline)).min()
     }
 
     /// A worker's answer brought nothing, or others were faster. True when it should be left.
@@ -352,12 +430,12 @@ impl Fleet {
     pub fn answered(&mut self, at: usize, experts: usize, rows: u64, took: Duration) {
         let peer = &mut self.peers[at];
         let took_s = took.as_secs_f64();
-        // A slow one counts at once, fast ones slowly.
-        peer.request_s = Some(match peer.request_s {
-            Some(mean) if took_s < mean => OLD_SHARE * mean + (1.0 - OLD_SHARE) * took_s,
-            _ => took_s,
-        });
         let expert_s = took_s / experts.max(1) as f64;
+        // A slow one counts at once, fast ones slowly.
+        peer.late_s = Some(match peer.late_s {
+            Some(mean) if expert_s < mean => OLD_SHARE * mean + (1.0 - OLD_SHARE) * expert_s,
+            _ => expert_s,
+        });
         peer.expert_s = match peer.experts {
             0 => expert_s,
             _ => OLD_SHARE_OF_EXPERT * peer.expert_s + (1.0 - OLD_SHARE_OF_EXPERT) * expert_s,
@@ -372,10 +450,10 @@ impl Fleet {
     /// Gives faster workers more experts once the shares are clearly wrong. True when they changed.
     pub fn reweigh(&mut self) -> bool {
         let measured = |peer: &Peer| peer.experts >= EXPERTS_MEASURED && peer.expert_s > 0.0;
-        let is_used = |peer: &Peer| peer.state == State::Ready && !peer.by_rules;
+        let is_used = |peer: &Peer| peer.state == State::Ready && !peer.by_rules && measured(peer);
         let used: Vec<usize> =
             (0..self.peers.len()).filter(|at| is_used(&self.peers[*at])).collect();
-        if used.len() < 2 || !used.iter().all(|at| measured(&self.peers[*at])) {
+        if used.len() < 2 {
             return false;
         }
         let speed = |at: usize| self.peers[at].expert_s.recip().log(WEIGHT_STEP);
@@ -400,9 +478,10 @@ impl Fleet {
     }
 
     /// A worker failed. Returns when to try it again, and whether that is news.
-    pub fn failed(&mut self, at: usize, now: Instant) -> (Instant, bool) {
+    pub fn failed(&mut self, at: usize, why: &str, now: Instant) -> (Instant, bool) {
         let peer = &mut self.peers[at];
         peer.failures += 1;
+        peer.last_failure = Some(why.to_owned());
         peer.strikes = 0;
         peer.open.clear();
         let doubled = PAUSE_FIRST.saturating_mul(1 << peer.in_a_row.min(16));
@@ -416,7 +495,8 @@ impl Fleet {
     }
 
     /// A worker's outputs are wrong. True when that is news.
-    pub fn quarantine(&mut self, at: usize) -> bool {
+    pub fn quarantine(&mut self, at: usize, why: &str) -> bool {
+        self.peers[at].last_failure = Some(why.to_owned());
         let state = &mut self.peers[at].state;
         std::mem::replace(state, State::Quarantined) != State::Quarantined
     }
@@ -425,6 +505,8 @@ impl Fleet {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const ONE: Size = Size { experts: 1, rows: 1, row_bytes: 0 };
 
     fn fleet(rules: &[&str]) -> Fleet {
         let names = ["a:1", "b:1", "c:1"].map(str::to_owned);
@@ -440,7 +522,7 @@ mod tests {
         let now = Instant::now();
         let mut pauses = Vec::new();
         for time in 0..10 {
-            let (retry_at, news) = fleet.failed(1, now);
+            let (retry_at, news) = fleet.failed(1, "", now);
             assert_eq!(news, time == 0);
             pauses.push(retry_at - now);
         }
@@ -448,18 +530,18 @@ mod tests {
         assert_eq!(pauses[9], PAUSE_MAX);
         // Being connected is no answer.
         assert!(fleet.ready(1));
-        assert_eq!(fleet.failed(1, now).0 - now, PAUSE_MAX);
+        assert_eq!(fleet.failed(1, "", now).0 - now, PAUSE_MAX);
         fleet.answered(1, 1, 1, Duration::ZERO);
-        assert_eq!(fleet.failed(1, now).0 - now, PAUSE_FIRST);
+        assert_eq!(fleet.failed(1, "", now).0 - now, PAUSE_FIRST);
     }
 
     #[test]
     fn a_worker_that_was_wrong_is_never_asked_again() {
         let mut fleet = fleet(&[]);
-        assert!(fleet.quarantine(0));
-        assert!(!fleet.failed(0, Instant::now()).1 && !fleet.ready(0));
+        assert!(fleet.quarantine(0, ""));
+        assert!(!fleet.failed(0, "", Instant::now()).1 && !fleet.ready(0));
         assert_eq!(fleet.peers()[0].state, State::Quarantined);
-        assert!(!fleet.quarantine(0));
+        assert!(!fleet.quarantine(0, ""));
     }
 
     #[test]
@@ -469,7 +551,7 @@ mod tests {
             (0..300).map(|at| fleet.place(at / 30, at as u32 % 30)).collect()
         };
         let before = places(&fleet);
-        fleet.failed(2, Instant::now());
+        fleet.failed(2, "", Instant::now());
         let during = places(&fleet);
         for (before, during) in before.iter().zip(&during) {
             assert!(before == during || *before == Place::Worker(2));
@@ -477,7 +559,7 @@ mod tests {
         }
         fleet.ready(2);
         assert_eq!(places(&fleet), before);
-        (0..3).for_each(|at| assert!(fleet.quarantine(at)));
+        (0..3).for_each(|at| assert!(fleet.quarantine(at, "")));
         assert!(places(&fleet).iter().all(|place| *place == Place::Local));
     }
 
@@ -500,7 +582,7 @@ mod tests {
         for expert in 10..200 {
             assert!(matches!(fleet.place(2, expert), Place::Worker(0 | 2)));
         }
-        fleet.failed(1, Instant::now());
+        fleet.failed(1, "", Instant::now());
         assert_eq!(fleet.place(2, 9), Place::Local);
         assert!(fleet.unknown_place().is_none());
         let rules = vec!["layers 1=x:1".parse().unwrap()];
@@ -519,12 +601,12 @@ mod tests {
     fn a_worker_gets_only_what_it_holds_and_loses_what_it_cannot_read() {
         let mut fleet = fleet(&[]);
         let holdings = Holdings::of_keys([(1, 3), (1, 4)]);
-        fleet.greeted(0, Version::Two, None, Some(holdings));
+        fleet.greeted(0, Version::Two, None, Some(holdings), false);
         for expert in 0..100 {
             let is_first = fleet.place(1, expert) == Place::Worker(0);
             assert!(!is_first || [3, 4].contains(&expert));
         }
-        (1..3).for_each(|at| assert!(fleet.quarantine(at)));
+        (1..3).for_each(|at| assert!(fleet.quarantine(at, "")));
         assert_eq!(fleet.place(1, 3), Place::Worker(0));
         assert_eq!(fleet.place(1, 5), Place::Local);
         fleet.lost(0, 1, 3);
@@ -532,20 +614,22 @@ mod tests {
         fleet.draining(0);
         assert_eq!(fleet.place(1, 4), Place::Local);
         // Ending is no failure that anybody must hear of.
-        assert!(!fleet.failed(0, Instant::now()).1);
+        assert!(!fleet.failed(0, "", Instant::now()).1);
     }
 
     #[test]
     fn a_worker_must_answer_what_nobody_waits_for_any_more_too() {
         let mut fleet = fleet(&[]);
         let (now, later) = (Instant::now(), |seconds| Duration::from_secs(seconds));
-        fleet.asked(1, 7, now + later(3));
-        fleet.asked(1, 8, now + later(5));
+        fleet.asked(1, 7, 1, now + later(3), later(3));
+        fleet.asked(1, 8, 2, now + later(5), later(5));
         assert_eq!((fleet.overdue(now), fleet.next_deadline()), (None, Some(now + later(3))));
         fleet.closed(1, 7);
         assert_eq!(fleet.overdue(now + later(4)), None);
-        assert_eq!(fleet.overdue(now + later(5)), Some(1));
-        fleet.failed(1, now);
+        assert_eq!(fleet.overdue(now + later(5)), Some((1, later(5))));
+        // It is that slow, as far as is known.
+        assert_eq!(fleet.late_s(1), 2.5);
+        fleet.failed(1, "", now);
         assert_eq!((fleet.overdue(now + later(9)), fleet.next_deadline()), (None, None));
     }
 
@@ -553,13 +637,15 @@ mod tests {
     fn a_worker_that_was_slow_once_is_not_waited_for_longer_than_others() {
         let mut fleet = fleet(&[]);
         fleet.hedges = true;
-        assert_eq!(fleet.hedge_time(0), None);
+        assert_eq!(fleet.hedge_time(0, ONE), None);
         (0..3).for_each(|at| fleet.answered(at, 1, 1, Duration::from_millis(50)));
-        assert_eq!(fleet.hedge_time(0), Some(Duration::from_millis(200)));
+        assert_eq!(fleet.hedge_time(0, ONE), Some(Duration::from_millis(200)));
         fleet.answered(0, 1, 1, Duration::from_secs(7));
-        assert_eq!(fleet.hedge_time(0), Some(Duration::from_millis(400)));
+        assert_eq!(fleet.hedge_time(0, ONE), Some(Duration::from_millis(400)));
         (1..3).for_each(|at| fleet.answered(at, 1, 1, Duration::from_secs(7)));
-        assert_eq!(fleet.hedge_time(0), Some(HEDGE_MOST));
+        assert_eq!(fleet.hedge_time(0, ONE), Some(HEDGE_MOST));
+        // Large requests keep everybody busy.
+        assert_eq!(fleet.hedge_time(0, Size { rows: HEDGED_ROWS + 1, ..ONE }), None);
     }
 
     #[test]
@@ -598,13 +684,20 @@ mod tests {
     #[test]
     fn deadlines_follow_what_requests_took() {
         let mut fleet = fleet(&[]);
-        assert_eq!(fleet.deadline(0), Duration::from_secs(10));
+        assert_eq!(fleet.deadline(0, ONE), Duration::from_secs(10));
         fleet.answered(0, 1, 1, Duration::from_millis(1));
-        assert_eq!(fleet.deadline(0), Duration::from_secs(2));
+        assert_eq!(fleet.deadline(0, ONE), Duration::from_secs(2));
         fleet.answered(0, 1, 1, Duration::from_secs(2));
-        assert_eq!(fleet.deadline(0), Duration::from_secs(20));
+        assert_eq!(fleet.deadline(0, ONE), Duration::from_secs(20));
         fleet.answered(0, 1, 1, Duration::from_secs(9));
-        assert_eq!(fleet.deadline(0), Duration::from_secs(30));
+        assert_eq!(fleet.deadline(0, ONE), Duration::from_secs(30));
+        // Time to read what was asked for, and to pass its rows on, is allowed for whatever is
+        // known.
+        fleet.expert_bytes = 20_000_000;
+        let large = Size { experts: 85, rows: 4000, row_bytes: 100_000_000 };
+        assert_eq!(fleet.deadline(0, large), Duration::from_secs(30 + 17 + 10));
+        fleet.answered(1, 4, 4, Duration::from_millis(4));
+        assert_eq!(fleet.deadline(1, large), Duration::from_secs(2 + 17 + 10));
         assert_eq!(fleet.peers()[0].rows, 3);
     }
 }

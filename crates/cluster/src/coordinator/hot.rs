@@ -4,8 +4,8 @@
 
 use std::time::Duration;
 
-/// MoE calls after which the number is looked at again, and counts are halved.
-const WINDOW_CALLS: u64 = 512;
+/// Usual number of MoE calls after which the number is looked at again, and counts are halved.
+pub const WINDOW_CALLS: u64 = 512;
 /// Share of the time for routed experts that waiting may be before more stay here, and below which
 /// fewer do.
 const WAIT_MOST: f64 = 0.2;
@@ -24,19 +24,23 @@ pub struct Hot {
     limit: usize,
     limit_max: usize,
     calls: u64,
+    window_calls: u64,
     computed: Duration,
     waited: Duration,
 }
 
 impl Hot {
-    /// For layers of so many experts each, `fit` of which are in memory at a time.
-    pub fn new(layers: &[usize], fit: usize) -> Hot {
+    /// For layers of so many experts each, `fit` of which are in memory at a time; looked at again
+    /// after every `window_calls`.
+    pub fn new(layers: &[usize], fit: usize, window_calls: u64) -> Hot {
+        let window_calls = window_calls.max(1);
         Hot {
             counts: layers.iter().map(|experts| vec![0.0; *experts]).collect(),
             stays: layers.iter().map(|experts| vec![false; *experts]).collect(),
             limit: 0,
             limit_max: (fit as f64 * MEMORY_SHARE) as usize,
             calls: 0,
+            window_calls,
             computed: Duration::ZERO,
             waited: Duration::ZERO,
         }
@@ -70,7 +74,7 @@ impl Hot {
         self.calls += 1;
         self.computed += computed;
         self.waited += waited;
-        if self.calls.is_multiple_of(WINDOW_CALLS) {
+        if self.calls.is_multiple_of(self.window_calls) {
             self.adjust();
         }
     }
@@ -82,7 +86,7 @@ impl Hot {
             self.limit =
                 (self.limit + (self.limit / 4).max(self.limit_max / 8 + 1)).min(self.limit_max);
         } else if share < WAIT_LEAST {
-            self.limit -= self.limit / 8;
+            self.limit = self.limit.saturating_sub((self.limit / 8).max(1));
         }
         (self.computed, self.waited) = (Duration::ZERO, Duration::ZERO);
         let mut order: Vec<(f32, usize, usize)> = Vec::new();
@@ -121,7 +125,7 @@ mod tests {
 
     #[test]
     fn experts_chosen_most_stay_while_workers_are_waited_for() {
-        let mut hot = Hot::new(&[16, 16], 8);
+        let mut hot = Hot::new(&[16, 16], 8, WINDOW_CALLS);
         windows(&mut hot, 1, 10, 90);
         assert!(hot.len() > 0);
         windows(&mut hot, 10, 10, 90);
@@ -136,12 +140,14 @@ mod tests {
 
     #[test]
     fn fewer_stay_when_nobody_is_waited_for_and_none_without_memory() {
-        let mut hot = Hot::new(&[16; 2], 40);
+        let mut hot = Hot::new(&[16; 2], 40, WINDOW_CALLS);
         windows(&mut hot, 12, 10, 90);
         let most = hot.len();
         windows(&mut hot, 4, 99, 1);
         assert!(hot.len() < most);
-        let mut none = Hot::new(&[16; 2], 1);
+        windows(&mut hot, 40, 99, 1);
+        assert_eq!(hot.len(), 0);
+        let mut none = Hot::new(&[16; 2], 1, WINDOW_CALLS);
         windows(&mut none, 5, 1, 99);
         assert_eq!(none.len(), 0);
     }

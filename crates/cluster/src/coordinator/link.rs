@@ -15,8 +15,6 @@ use crate::wire::v2::{Answer, Load};
 
 /// Time for a connection to be made.
 const CONNECT_TIME: Duration = Duration::from_secs(3);
-/// Time for messages that nobody waits for to be sent.
-const SEND_TIME: Duration = Duration::from_secs(10);
 /// Bytes read at once.
 const READ_BYTES: usize = 64 << 10;
 
@@ -25,8 +23,14 @@ const READ_BYTES: usize = 64 << 10;
 pub(super) enum LinkError {
     #[error("it cannot be reached: {0}")]
     Connect(std::io::Error),
-    #[error("it ended the connection; its own output says why, such as another model")]
+    #[error("it ended the connection")]
     Ended,
+    #[error("it ended the connection before it greeted; its own output may say why")]
+    Early,
+    #[error("it did not answer in time")]
+    Slow,
+    #[error("it is ending")]
+    Draining,
     #[error("it does not say that it is there")]
     Silent,
     #[error(transparent)]
@@ -91,6 +95,7 @@ impl Link {
                 Ok(event) => return Ok((link, event)),
                 // So does one that speaks version 1 only.
                 Err(LinkError::Ended) if !answered && only.is_none() && hello.key.is_none() => {}
+                Err(LinkError::Ended) => return Err(LinkError::Early),
                 Err(error) => return Err(error),
             }
         }
@@ -154,10 +159,15 @@ impl Link {
     }
 
     /// Writes whatever the session has to say.
-    fn flush(&self, deadline: Instant) -> Result<(), LinkError> {
+    pub fn flush(&self, deadline: Instant) -> Result<(), LinkError> {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        let bytes = self.session().take_outgoing();
-        tcp::write_until(&self.stream, &bytes, deadline).map_err(ended)
+        loop {
+            let bytes = self.session().take_outgoing();
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            tcp::write_until(&self.stream, &bytes, deadline).map_err(ended)?;
+        }
     }
 
     /// Sends a request; its reply comes by `waiting`, also when it could not be sent.
@@ -233,10 +243,10 @@ impl Link {
         let wanted = request.id;
         self.session().ask(request)?;
         loop {
-            if let Event::Answer { id, answer } = self.wait_event(deadline, &mut false)?
-                && id == wanted
-            {
-                return Ok(answer);
+            match self.wait_event(deadline, &mut false)? {
+                Event::Answer { id, answer } if id == wanted => return Ok(answer),
+                Event::Draining => return Err(LinkError::Draining),
+                _ => {}
             }
         }
     }
@@ -254,8 +264,9 @@ impl Link {
     /// Reads until the connection ends, and says why it did. `draining` is told when the worker
     /// takes no further requests, `answered` of every answer. Whoever waits for one when the
     /// connection ends has none.
-    pub fn read(&self, draining: impl Fn(), answered: impl Fn(u64)) -> LinkError {
-        let error = self.read_events(draining, answered).err().unwrap_or(LinkError::Ended);
+    pub fn read(&self, draining: impl Fn(), answered: impl Fn(u64), flush: impl Fn()) -> LinkError {
+        let read = self.read_events(draining, answered, flush);
+        let error = read.err().unwrap_or(LinkError::Ended);
         self.close();
         let waiting: Vec<Waiting> = {
             let mut all = self.waiting();
@@ -266,7 +277,12 @@ impl Link {
         error
     }
 
-    fn read_events(&self, draining: impl Fn(), answered: impl Fn(u64)) -> Result<(), LinkError> {
+    fn read_events(
+        &self,
+        draining: impl Fn(),
+        answered: impl Fn(u64),
+        flush: impl Fn(),
+    ) -> Result<(), LinkError> {
         let mut buffer = vec![0; READ_BYTES];
         let mut events = std::mem::take(&mut *self.early());
         self.stream.set_read_timeout(None).map_err(|error| ended(error.into()))?;
@@ -285,8 +301,11 @@ impl Link {
                     Event::Joined { .. } | Event::Pong { .. } => {}
                 }
             }
-            // The next request of version 1, or what explains an error.
-            self.flush(Instant::now() + SEND_TIME)?;
+            // The next request of version 1, or what explains an error: somebody else writes it, so
+            // that two peers that send much never wait for each other to read.
+            if self.session().has_outgoing() {
+                flush();
+            }
             received?;
             let read = loop {
                 match std::io::Read::read(&mut &self.stream, &mut buffer) {
@@ -306,6 +325,7 @@ impl Link {
 fn ended(error: TcpError) -> LinkError {
     match error {
         TcpError::Cut => LinkError::Ended,
+        TcpError::Slow => LinkError::Slow,
         TcpError::Io(error)
             if matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) =>
         {

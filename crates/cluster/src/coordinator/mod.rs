@@ -24,12 +24,13 @@ use container::Config;
 use experts::{ExpertBackend, ExpertError, ExpertStats, LocalExperts, RoutedBatch};
 use numerics::Compute;
 
-pub use self::core::{CoordinatorOptions, RowCounts};
+pub use self::core::{Audit, CoordinatorOptions, RowCounts};
 use self::core::{Core, Peers, Reply};
 pub use self::discovery::{Discovery, LOOK_EVERY};
 pub use self::fleet::{Peer, State, UnknownPlace};
+pub use self::hot::WINDOW_CALLS as HOT_WINDOW_CALLS;
 use self::link::Waiting;
-pub use self::observe::{Examined, Observed, observe};
+pub use self::observe::{Examined, Observed, Unseen, observe};
 use self::threads::{Job, Shared, entropy};
 use crate::session::coordinator::Request;
 
@@ -65,8 +66,15 @@ impl Coordinator {
     ) -> Result<Coordinator, UnknownPlace> {
         let discovery = discovery.map(|discovery| (discovery, options.notice.clone()));
         let core = Core::new(config, local, compute, options, entropy());
-        if let Some(unknown) = core.fleet().unknown_place().filter(|_| discovery.is_none()) {
-            return Err(unknown);
+        let unknown = core.fleet().unknown_place();
+        match (unknown, &discovery) {
+            (Some(unknown), None) => return Err(unknown),
+            (Some(unknown), Some((_, notice))) => notice(&format!(
+                "--place names {:?}, which is not there yet; until it is, its experts are \
+                 computed here",
+                unknown.name
+            )),
+            (None, _) => {}
         }
         let shared = Shared::new(core);
         if let Some((discovery, notice)) = discovery {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::Coordinator;
 use super::core::{Reply, Unfit};
 use super::fleet::State;
-use super::link::{Link, Waiting};
+use super::link::{Link, LinkError, Waiting};
 use super::placement::mix;
 use super::threads::{Job, entropy};
 use crate::identity::{Facts, Holdings};
@@ -33,18 +33,32 @@ pub struct Observed {
 
 /// Asks a worker at `host:port` what it is; it must speak version 2. An error says why it did not
 /// answer.
-pub fn observe(name: &str, key: Option<Key>, time: Duration) -> Result<Observed, String> {
+pub fn observe(name: &str, key: Option<Key>, time: Duration) -> Result<Observed, Unseen> {
     let facts = Facts::of_observer();
     let (shape, holdings) = (facts.shape(), Arc::default());
     let hello = Arc::new(Hello { facts, holdings, shape, key });
     let joined = Link::connect(name, &hello, Some(Version::Two), time);
-    let (link, event) = joined.map_err(|error| error.to_string())?;
+    let (link, event) = joined.map_err(|error| unseen(&error))?;
     let Event::Joined { facts: Some(facts), holdings, .. } = event else {
-        return Err("it does not say what it is".to_owned());
+        return Err(Unseen { is_there: true, why: "it does not say what it is".to_owned() });
     };
     let started = Instant::now();
-    let load = link.load(started + time).map_err(|error| error.to_string())?;
+    let load = link.load(started + time).map_err(|error| unseen(&error))?;
     Ok(Observed { facts: *facts, holdings, load, ping: started.elapsed() })
+}
+
+/// Why nothing is known of a worker.
+#[derive(Clone, Debug)]
+pub struct Unseen {
+    /// Whether somebody answered.
+    pub is_there: bool,
+    /// Why not.
+    pub why: String,
+}
+
+fn unseen(error: &LinkError) -> Unseen {
+    let is_there = matches!(error, LinkError::Session(_) | LinkError::Early);
+    Unseen { is_there, why: error.to_string() }
 }
 
 /// How a worker computes.
@@ -82,7 +96,8 @@ impl Coordinator {
             problem: None,
         };
         if examined.state != State::Ready {
-            examined.problem = Some("it did not join".to_owned());
+            let why = peer.last_failure.unwrap_or_else(|| "it has not joined yet".to_owned());
+            examined.problem = Some(why);
             return examined;
         }
         let version = core.fleet().version(at);
@@ -99,7 +114,7 @@ impl Coordinator {
                     break;
                 };
                 let (replies, answers) = channel();
-                let deadline = Instant::now() + core.fleet().deadline(at);
+                let deadline = Instant::now() + core.probe_time(at);
                 let waiting = Waiting { number: 0, replies };
                 let started = Instant::now();
                 // One whose thread has ended gives no answer.

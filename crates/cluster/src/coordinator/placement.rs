@@ -24,9 +24,11 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Whether it speaks of any expert of a model with so many layers and experts per layer.
+    /// Whether it speaks of nothing but experts of a model with so many layers and experts per
+    /// layer.
     pub fn is_within(&self, layers: usize, experts: usize) -> bool {
-        self.layers.start < layers && self.experts.start < experts
+        let all = self.experts == (0..usize::MAX);
+        self.layers.end <= layers && (all || self.experts.end <= experts)
     }
 
     /// Whether it speaks of an expert.
@@ -51,7 +53,8 @@ impl FromStr for Rule {
 
     /// `layers A-B[,experts C-D]=NAME`; `local` names the coordinator.
     fn from_str(text: &str) -> Result<Rule, String> {
-        let form = "must be `layers A-B=NAME` or `layers A-B,experts C-D=NAME`";
+        let form = "must be `layers A-B=WORKER` or `layers A-B,experts C-D=WORKER`, with `local` for \
+                    this machine";
         let (what, place) = text.rsplit_once('=').ok_or(form)?;
         let (layers, experts) = match what.split_once(',') {
             None => (what, None),

@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::fleet::Fleet;
+use super::fleet::{Fleet, Size};
 use super::placement::Place;
 use crate::wire::v2::Status;
 
@@ -26,9 +26,6 @@ pub struct Wanted {
     pub rows: u32,
 }
 
-/// Longest time for all requests of a step to one worker.
-const WHOLE_MOST: Duration = Duration::from_secs(60);
-
 /// Something that whoever drives the step must do.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Action {
@@ -48,6 +45,11 @@ pub enum Action {
         /// Number of the request.
         number: usize,
         /// Who was asked.
+        worker: usize,
+    },
+    /// A worker takes no further requests.
+    Draining {
+        /// Which.
         worker: usize,
     },
     /// A worker is of no use at the moment.
@@ -77,8 +79,6 @@ struct Share {
     worker: usize,
     experts: Vec<usize>,
     asked_at: Instant,
-    time: Duration,
-    deadline: Instant,
     /// When another worker is asked too.
     hedge_at: Option<Instant>,
     /// Whether another worker was.
@@ -99,8 +99,10 @@ pub struct Step {
     actions: Vec<Action>,
     /// Rows that were asked for twice because the first answer was late.
     pub hedged_rows: u64,
-    /// Rows whose first request failed.
+    /// Rows of which a request failed.
     pub failed_rows: u64,
+    /// Experts of which one did.
+    has_failed: Vec<bool>,
 }
 
 impl Step {
@@ -125,6 +127,7 @@ impl Step {
             actions: Vec::new(),
             hedged_rows: 0,
             failed_rows: 0,
+            has_failed: vec![false; count],
         };
         let mut parts: Vec<Vec<usize>> = vec![Vec::new(); fleet.peers().len()];
         for at in 0..count {
@@ -138,7 +141,7 @@ impl Step {
             }
         }
         let mut order: Vec<usize> = (0..parts.len()).collect();
-        order.sort_by(|a, b| fleet.request_s(*b).total_cmp(&fleet.request_s(*a)));
+        order.sort_by(|a, b| fleet.late_s(*b).total_cmp(&fleet.late_s(*a)));
         for worker in order {
             step.ask(fleet, worker, &parts[worker], true, now);
         }
@@ -171,8 +174,7 @@ impl Step {
 
     /// When something is to be done though nothing came.
     pub fn next_time(&self) -> Option<Instant> {
-        let open = self.shares.iter().filter(|share| share.open);
-        open.map(|share| share.hedge_at.map_or(share.deadline, |at| at.min(share.deadline))).min()
+        self.shares.iter().filter(|share| share.open).filter_map(|share| share.hedge_at).min()
     }
 
     /// Whether a worker takes all rows of an expert at once.
@@ -187,9 +189,8 @@ impl Step {
     /// Asks a worker for experts, in as many requests as it takes.
     fn ask(&mut self, fleet: &Fleet, worker: usize, experts: &[usize], hedge: bool, now: Instant) {
         let limits = fleet.limits(worker);
-        let time = fleet.deadline(worker);
-        // Requests to one worker follow each other.
-        let mut whole = Duration::ZERO;
+        // Requests to one worker follow each other: each has the time of all up to it.
+        let mut whole = Size::default();
         let mut rest = experts;
         while !rest.is_empty() {
             let (mut count, mut bytes) = (0, 0);
@@ -202,7 +203,12 @@ impl Step {
             }
             let (experts, after) = rest.split_at(count);
             rest = after;
-            whole = (whole + time).min(WHOLE_MOST);
+            let rows = self.rows_of(experts);
+            let size = Size { experts: count, rows, row_bytes: rows * self.row_bytes };
+            whole.experts += size.experts;
+            whole.rows += size.rows;
+            whole.row_bytes += size.row_bytes;
+            let time = fleet.deadline(worker, whole);
             for at in experts {
                 if let Standing::Open(count) = &mut self.standing[*at] {
                     *count += 1;
@@ -211,19 +217,12 @@ impl Step {
             }
             let number = self.shares.len();
             let experts = experts.to_vec();
-            self.actions.push(Action::Ask {
-                number,
-                worker,
-                experts: experts.clone(),
-                time: whole,
-            });
+            self.actions.push(Action::Ask { number, worker, experts: experts.clone(), time });
             self.shares.push(Share {
                 worker,
                 experts,
                 asked_at: now,
-                time: whole,
-                deadline: now + whole,
-                hedge_at: fleet.hedge_time(worker).filter(|_| hedge).map(|time| now + time),
+                hedge_at: fleet.hedge_time(worker, whole).filter(|_| hedge).map(|time| now + time),
                 hedged: false,
                 open: true,
             });
@@ -270,9 +269,7 @@ impl Step {
             let expert = self.wanted[*at].expert;
             match status {
                 Status::Missing | Status::Unreadable => fleet.lost(worker, self.layer, expert),
-                Status::Draining => {
-                    fleet.draining(worker);
-                }
+                Status::Draining => self.actions.push(Action::Draining { worker }),
                 _ => {}
             }
         }
@@ -299,7 +296,7 @@ impl Step {
             if *count > 0 {
                 continue;
             }
-            self.failed_rows += u64::from(self.wanted[*at].rows);
+            self.count_failed(*at);
             let expert = self.wanted[*at].expert;
             match fleet.other_place(self.layer, expert, &self.tried[*at]) {
                 Place::Worker(other) if self.fits(fleet, other, *at) => others[other].push(*at),
@@ -322,26 +319,27 @@ impl Step {
             share.open = false;
             self.actions.push(Action::Cancel { number, worker });
             if share.hedged && fleet.strike(worker) {
-                let why = "others answer several times as fast".to_owned();
+                let why = "it did not answer before others that were asked later".to_owned();
                 self.actions.push(Action::Leave { worker, why });
             }
         }
     }
 
-    /// Time has passed: late answers are asked of others too, and those that are too late given up.
-    /// Their workers are left; `fleet` must hear of it before the next step.
+    /// A worker was left: none of its requests will be answered.
+    pub fn lost(&mut self, fleet: &Fleet, worker: usize, now: Instant) {
+        for number in 0..self.shares.len() {
+            if self.shares[number].worker == worker {
+                self.failed(fleet, number, now);
+            }
+        }
+    }
+
+    /// Time has passed: what is late is asked of others too.
     pub fn time_passed(&mut self, fleet: &Fleet, now: Instant) {
         for number in 0..self.shares.len() {
-            let Share { open: true, worker, deadline, hedge_at, time, .. } = self.shares[number]
-            else {
-                continue;
-            };
-            if deadline <= now {
-                let why = format!("it did not answer within {:.1} s", time.as_secs_f64());
-                self.actions.push(Action::Leave { worker, why });
-                self.failed(fleet, number, now);
-            } else if hedge_at.is_some_and(|at| at <= now) {
-                self.shares[number].hedge_at = None;
+            let share = &mut self.shares[number];
+            if share.open && share.hedge_at.is_some_and(|at| at <= now) {
+                share.hedge_at = None;
                 self.hedge(fleet, number, now);
             }
         }
@@ -368,6 +366,25 @@ impl Step {
         }
     }
 
+    fn count_failed(&mut self, at: usize) {
+        if !std::mem::replace(&mut self.has_failed[at], true) {
+            self.failed_rows += u64::from(self.wanted[at].rows);
+        }
+    }
+
+    /// Whether a request for an expert failed.
+    pub fn has_failed(&self, at: usize) -> bool {
+        self.has_failed[at]
+    }
+
+    /// Whether everything that an answer computed is still wanted.
+    pub fn is_wanted_whole(&self, number: usize, statuses: &[Status]) -> bool {
+        let share = &self.shares[number];
+        let computed = share.experts.iter().zip(statuses);
+        let mut computed = computed.filter(|(_, status)| **status == Status::Computed);
+        share.open && computed.all(|(at, _)| matches!(self.standing[*at], Standing::Open(_)))
+    }
+
     /// Who was asked by a request.
     pub fn worker_of(&self, number: usize) -> usize {
         self.shares[number].worker
@@ -381,7 +398,7 @@ impl Step {
     /// An answer is not believed: what it brought is left over.
     pub fn disbelieve(&mut self, experts: &[usize]) {
         for at in experts {
-            self.failed_rows += u64::from(self.wanted[*at].rows);
+            self.count_failed(*at);
             self.standing[*at] = Standing::LeftOver;
         }
     }
@@ -400,7 +417,7 @@ mod tests {
         let mut fleet = Fleet::new(&names, Vec::new(), Duration::from_secs(10));
         fleet.hedges = true;
         for at in 0..3 {
-            fleet.greeted(at, Version::Two, None, None);
+            fleet.greeted(at, Version::Two, None, None, false);
             assert!(fleet.ready(at));
             fleet.answered(at, 1, 1, Duration::from_millis(50));
         }
@@ -419,7 +436,7 @@ mod tests {
     fn asks(step: &mut Step) -> Vec<(usize, usize, Vec<usize>)> {
         let ask = |action| match action {
             Action::Ask { number, worker, experts, .. } => Some((number, worker, experts)),
-            Action::Cancel { .. } | Action::Leave { .. } => None,
+            _ => None,
         };
         step.take_actions().into_iter().filter_map(ask).collect()
     }
@@ -452,7 +469,7 @@ mod tests {
             assert!(left >= 0);
         }
         assert_eq!(step.left_over().len(), 12);
-        assert_eq!(step.failed_rows, 3 * 24);
+        assert_eq!(step.failed_rows, 24);
     }
 
     #[test]
@@ -467,7 +484,7 @@ mod tests {
             }
             let left = step.take_actions().into_iter().filter_map(|action| match action {
                 Action::Leave { worker, why } => Some((worker, why)),
-                Action::Ask { .. } | Action::Cancel { .. } => None,
+                _ => None,
             });
             leaves.extend(left);
         }
@@ -489,7 +506,7 @@ mod tests {
             }
             assert!(!step.is_done());
             let later = step.next_time().unwrap();
-            assert!((100..=200).contains(&(later - now).as_millis()));
+            assert!((100..=2000).contains(&(later - now).as_millis()));
             step.time_passed(&fleet, later);
             for (number, worker, experts) in asks(&mut step) {
                 assert_ne!(worker, 2);
@@ -511,7 +528,7 @@ mod tests {
         let facts = |request_bytes| {
             Some(crate::identity::Facts { request_bytes, ..crate::identity::Facts::of_observer() })
         };
-        (0..3).for_each(|at| fleet.greeted(at, Version::Two, facts(5000), None));
+        (0..3).for_each(|at| fleet.greeted(at, Version::Two, facts(5000), None, false));
         let mut step = step(&fleet, now);
         for (_, _, experts) in asks(&mut step) {
             // Two rows each.
@@ -522,20 +539,36 @@ mod tests {
     }
 
     #[test]
-    fn a_step_waits_for_a_worker_once_however_many_requests_it_has() {
-        let (mut fleet, now) = (fleet(), Instant::now());
+    fn many_requests_to_one_worker_have_the_time_of_one_that_is_as_large() {
+        let mut fleet = fleet();
         fleet.hedges = false;
         let facts = crate::identity::Facts {
             request_bytes: ROW_BYTES,
             ..crate::identity::Facts::of_observer()
         };
-        (0..3).for_each(|at| fleet.greeted(at, Version::Two, Some(facts.clone()), None));
+        (0..3).for_each(|at| {
+            fleet.greeted(at, Version::Two, Some(facts.clone()), None, false);
+        });
         let wanted: Vec<Wanted> = (0..600).map(|expert| Wanted { expert, rows: 1 }).collect();
-        let mut step = Step::new(&fleet, 4, wanted, ROW_BYTES, |_| false, now);
-        let count = asks(&mut step).len();
-        assert!(count > 500);
-        step.time_passed(&fleet, now + WHOLE_MOST);
-        step.take_actions();
-        assert!(step.shares[..count].iter().all(|share| !share.open));
+        let mut step = Step::new(&fleet, 4, wanted, ROW_BYTES, |_| false, Instant::now());
+        let times = step.take_actions().into_iter().filter_map(|action| match action {
+            Action::Ask { time, .. } => Some(time),
+            _ => None,
+        });
+        let times: Vec<Duration> = times.collect();
+        assert!(times.len() > 500 && times.iter().all(|time| *time < Duration::from_secs(31)));
+    }
+
+    #[test]
+    fn requests_of_a_worker_that_was_left_go_elsewhere_at_once() {
+        let (mut fleet, now) = (fleet(), Instant::now());
+        let mut step = step(&fleet, now);
+        let first = asks(&mut step);
+        fleet.failed(0, "gone", now);
+        step.lost(&fleet, 0, now);
+        let lost: usize =
+            first.iter().filter(|(_, worker, _)| *worker == 0).map(|(_, _, e)| e.len()).sum();
+        let again: usize = asks(&mut step).iter().map(|(_, _, experts)| experts.len()).sum();
+        assert!(lost > 0 && lost == again && !step.is_done());
     }
 }

@@ -10,7 +10,7 @@ use super::core::{Core, Unfit};
 use super::fleet::State;
 use super::link::{Link, LinkError, Waiting};
 use super::placement::mix;
-use crate::session::coordinator::{Event, Request};
+use crate::session::coordinator::{Event, Request, Version};
 
 /// Experts by which a worker is tried when it joins.
 const PROBED_EXPERTS: usize = 2;
@@ -44,6 +44,8 @@ pub(super) enum Job {
     Cancel(u64),
     /// The connection of this number has ended.
     Ended(u64, LinkError),
+    /// What the connection of this number has to say is to be sent.
+    Flush(u64),
     /// The coordinator ends.
     Stop,
 }
@@ -66,6 +68,9 @@ impl Shared {
 
     /// Adds a worker, unless it is there already.
     pub fn add(self: &Arc<Self>, name: &str) {
+        if self.is_stopping() {
+            return;
+        }
         let mut ends = self.ends.write().unwrap_or_else(PoisonError::into_inner);
         let at = self.core.fleet().add(name);
         if at < ends.len() {
@@ -139,6 +144,15 @@ impl Shared {
         let mut number = 0;
         let mut pinged_at: Option<Instant> = None;
         loop {
+            let is_wrong = self.core.fleet().peers()[at].state == State::Quarantined;
+            if is_wrong {
+                link.take().into_iter().for_each(|link| link.close());
+                self.set_link(at, None);
+                retry_at = None;
+            }
+            if self.is_stopping() {
+                break;
+            }
             if link.is_none() && retry_at.is_some_and(|at| at <= Instant::now()) {
                 number += 1;
                 pinged_at = None;
@@ -165,8 +179,11 @@ impl Shared {
                 (Ok(Job::Cancel(id)), Some(link)) => {
                     link.cancel(id, Instant::now() + PONG_TIME).err()
                 }
+                (Ok(Job::Flush(of)), Some(link)) if of == number => {
+                    link.flush(Instant::now() + PONG_TIME).err()
+                }
                 (Ok(Job::Ended(of, why)), Some(_)) if of == number => Some(why),
-                (Ok(Job::Ended(..) | Job::Cancel(_)), _) => None,
+                (Ok(Job::Ended(..) | Job::Flush(_) | Job::Cancel(_)), _) => None,
                 (Ok(Job::Stop) | Err(RecvTimeoutError::Disconnected), _) => break,
                 (Err(RecvTimeoutError::Timeout), Some(link)) => ping(link, &mut pinged_at),
                 (Err(RecvTimeoutError::Timeout), None) => None,
@@ -175,12 +192,6 @@ impl Shared {
                 retry_at = Some(self.core.ended(at, &why.to_string(), Instant::now()));
                 link.take().into_iter().for_each(|link| link.close());
                 self.set_link(at, None);
-            }
-            // A worker that was found wrong meanwhile is left.
-            if link.is_some() && self.core.fleet().peers()[at].state == State::Quarantined {
-                link.take().into_iter().for_each(|link| link.close());
-                self.set_link(at, None);
-                retry_at = None;
             }
         }
         link.into_iter().for_each(|link| link.close());
@@ -200,7 +211,9 @@ impl Shared {
                 let spawned = thread::Builder::new().name(format!("coli-worker-{at}-read")).spawn(
                     move || {
                         let draining = || shared.core.draining(at);
-                        let why = reading.read(draining, |id| shared.core.closed(at, id));
+                        // Whoever reads never waits for what is written.
+                        let flush = || drop(own.send(Job::Flush(number)));
+                        let why = reading.read(draining, |id| shared.core.closed(at, id), flush);
                         let _ = own.send(Job::Ended(number, why));
                     },
                 );
@@ -238,6 +251,10 @@ impl Shared {
             return Err(Unfit::Failed("it holds no experts".to_owned()));
         }
         let said = self.core.greeted(at, link.version(), event);
+        if self.core.fleet().is_given_what_it_lacks(at, self.core.local().table().keys()) {
+            let what = "does not hold all that --place gives it; the rest is computed here";
+            self.core.notice(at, what);
+        }
         // Others than the first comparison must find a mistake that is made on purpose.
         #[cfg(feature = "mutations")]
         if crate::mutation::name().is_some() {
@@ -252,7 +269,7 @@ impl Shared {
             let Some((probe, request)) = self.core.probe(at, link.version(), &mut next) else {
                 break;
             };
-            let deadline = Instant::now() + self.core.fleet().deadline(at);
+            let deadline = Instant::now() + self.core.probe_time(at);
             let answer = link.answer(request, deadline).map_err(failed)?;
             self.core.check_probe(&probe, &answer)?;
         }
@@ -263,6 +280,10 @@ impl Shared {
 /// Asks a worker that rests whether it is there; an error when it has not said so.
 fn ping(link: &Link, pinged_at: &mut Option<Instant>) -> Option<LinkError> {
     let silent = link.silent();
+    if link.version() == Version::One {
+        // Nothing in it asks whether a worker is there; the system finds out.
+        return None;
+    }
     if link.is_waiting() || silent < PING_EVERY {
         // Answers have deadlines of their own.
         *pinged_at = None;

@@ -128,9 +128,12 @@ impl Client {
         &self,
         answer: Result<ureq::http::Response<ureq::Body>, ureq::Error>,
     ) -> Result<Value, ClientError> {
-        let http = |error: ureq::Error| ClientError::Http {
-            url: self.url.clone(),
-            why: error.to_string(),
+        let http = |error: ureq::Error| {
+            let why = match error {
+                ureq::Error::Io(error) => error.to_string(),
+                other => other.to_string(),
+            };
+            ClientError::Http { url: self.url.clone(), why }
         };
         let mut answer = answer.map_err(http)?;
         let status = answer.status().as_u16();
@@ -159,7 +162,8 @@ fn member(record: &Value) -> Option<Member> {
     }
     let is_v6 = host.contains(':') && !host.starts_with('[');
     let address = if is_v6 { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-    Some(Member { id, address, role: role.to_owned(), record: record.clone() })
+    let (id, role) = (shown(&id, 255), shown(role, 64));
+    Some(Member { id, address, role, record: record.clone() })
 }
 
 #[cfg(test)]

@@ -63,7 +63,7 @@ impl Shared {
             true => Ok(()),
             false => Err((
                 StatusCode::UNAUTHORIZED,
-                "the cluster has a key: give its --cluster-key".to_owned(),
+                "the request has another --cluster-key than the registry, or none".to_owned(),
             )),
         }
     }

@@ -172,6 +172,11 @@ impl CoordinatorSession {
         }
     }
 
+    /// Whether there is anything to send.
+    pub fn has_outgoing(&self) -> bool {
+        !self.outgoing.is_empty()
+    }
+
     /// Bytes to send; also after an error, which they may explain to the peer.
     pub fn take_outgoing(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.outgoing)
@@ -316,7 +321,7 @@ fn joined_by(hello: &Hello, frame: &Frame) -> Result<Event, SessionError> {
                 let facts = Some(Box::new(facts));
                 return Ok(Event::Joined { facts, holdings, compared: 0 });
             }
-            hello.facts.check(&facts)?;
+            Facts::compare(&hello.facts, &facts)?;
             let holdings = holdings_of(rest, &hello.shape)?;
             let compared = hello.holdings.compare(&holdings);
             let compared =

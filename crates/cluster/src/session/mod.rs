@@ -23,8 +23,8 @@ pub enum SessionError {
     Mismatch(#[from] Mismatch),
     /// The peer has an expert of the same name with other weights.
     #[error(
-        "layer {layer}, expert {expert} has other weights there; both must have the same \
-         checkpoint and quantisation"
+        "layer {layer}, expert {expert} has other weights at the worker than at the coordinator; \
+         both must have the same checkpoint and quantisation"
     )]
     Weights {
         /// The layer.

@@ -92,10 +92,16 @@ impl WorkerSession {
         match &self.state {
             State::First { bytes } => bytes.len() as u64,
             State::V1 { came, .. } => *came,
-            State::V2 { channel, greeted: false, .. } if !channel.is_open() => 1,
             State::V2 { greeted: false, .. } => 1,
-            State::V2 { frames, .. } => frames.begun_bytes() as u64,
+            State::V2 { channel, frames, .. } => {
+                frames.begun_bytes() as u64 + u64::from(channel.is_begun())
+            }
         }
+    }
+
+    /// Whether there is anything to send.
+    pub fn has_outgoing(&self) -> bool {
+        !self.outgoing.is_empty()
     }
 
     /// Bytes to send; also after an error, which they may explain to the peer.
@@ -252,7 +258,7 @@ fn greeted_by(welcome: &Welcome, frame: Frame) -> Result<Facts, SessionError> {
         Kind::Hello => {
             let (facts, _) = facts_of(&frame.body)?;
             if !facts.observer {
-                welcome.facts.check(&facts)?;
+                Facts::compare(&facts, &welcome.facts)?;
             }
             Ok(facts)
         }

@@ -237,6 +237,11 @@ impl Channel {
         }
     }
 
+    /// Whether some of an encrypted message has come, and not all.
+    pub fn is_begun(&self) -> bool {
+        self.coming.left.is_some() || self.coming.length.is_begun()
+    }
+
     /// Whether both sides have agreed and messages can be sent.
     pub fn is_open(&self) -> bool {
         matches!(self.state, State::Plain | State::Sealed(_))

@@ -466,6 +466,15 @@ impl Answer {
         }
     }
 
+    /// Bytes of its frame.
+    pub fn bytes(&self) -> u64 {
+        let numbers = match &self.outputs {
+            Outputs::Rows(rows) => size_of_val(&rows[..]),
+            Outputs::Sums(sums) => size_of_val(&sums[..]),
+        };
+        (FRAME_HEAD + ANSWER_HEAD + self.statuses.len().next_multiple_of(4) + numbers) as u64
+    }
+
     /// Reads an answer's body.
     pub fn parse(body: &[u8], asked: &Asked, hidden: u32) -> Result<Answer, WireError> {
         let mut rest = body;

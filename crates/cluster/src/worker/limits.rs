@@ -39,9 +39,9 @@ impl Limits {
         // Of a connection one request comes, into a list that has room for twice as much, one is
         // read and waits, one is next, one is computed, and an answer leaves.
         let free = self.connections as u64 * Limits::FREE_BYTES * 6;
-        // A request, and its answer as numbers, as a frame and as it leaves; while a request comes
-        // its list has room for twice as much.
-        free + self.large_requests as u64 * self.request_bytes * 4
+        // A request, twice where some of its rows are no numbers; its answer as numbers, as a
+        // frame, as it is encrypted and as it leaves.
+        free + self.large_requests as u64 * self.request_bytes * 6
     }
 
     /// Time for a large request of which so many bytes have come.

@@ -145,12 +145,14 @@ impl Worker {
     }
 
     /// Computes a request of version 2 that came at `arrived`, as far as it can be; nothing of it
-    /// unless `is_wanted` still says so when its turn comes.
+    /// unless `is_wanted` still says so when its turn comes. `failed` is told which experts could
+    /// not be computed.
     pub fn answer(
         &self,
         request: &Compute,
         arrived: Instant,
         is_wanted: impl Fn() -> bool,
+        failed: &mut dyn FnMut(&ExpertError),
     ) -> Answer {
         let _turn = self.turns.take();
         #[cfg(feature = "mutations")]
@@ -177,7 +179,7 @@ impl Worker {
         let outputs = match self.outputs(request, &statuses) {
             Ok(outputs) => outputs,
             // The others are computed without those that fail.
-            Err(_) => self.outputs_one_by_one(request, &mut statuses),
+            Err(_) => self.outputs_one_by_one(request, &mut statuses, failed),
         };
         let rows = (0..statuses.len()).filter(|at| statuses[*at] == Status::Computed);
         let rows: usize = rows.map(|at| request.item(at).1.len()).sum();
@@ -216,7 +218,12 @@ impl Worker {
     }
 
     /// The same as [`Worker::outputs`], each expert apart; those that fail are marked.
-    fn outputs_one_by_one(&self, request: &Compute, statuses: &mut [Status]) -> Outputs {
+    fn outputs_one_by_one(
+        &self,
+        request: &Compute,
+        statuses: &mut [Status],
+        failed: &mut dyn FnMut(&ExpertError),
+    ) -> Outputs {
         let (mut rows, mut sums) = (Vec::new(), vec![0i64; 0]);
         for at in
             (0..statuses.len()).filter(|at| statuses[*at] == Status::Computed).collect::<Vec<_>>()
@@ -229,7 +236,10 @@ impl Worker {
                     sums.resize(more.len(), 0);
                     sums.iter_mut().zip(more).for_each(|(sum, more)| *sum = sum.wrapping_add(more));
                 }
-                Err((_, status)) => statuses[at] = status,
+                Err(error) => {
+                    failed(&error);
+                    statuses[at] = status_of(&error);
+                }
             }
         }
         if request.sums { Outputs::Sums(sums) } else { Outputs::Rows(rows) }
@@ -237,7 +247,7 @@ impl Worker {
 
     /// Outputs of those experts of a request whose status says that they are to be computed, or the
     /// first that cannot be.
-    fn outputs(&self, request: &Compute, statuses: &[Status]) -> Result<Outputs, (u32, Status)> {
+    fn outputs(&self, request: &Compute, statuses: &[Status]) -> Result<Outputs, ExpertError> {
         let Worker { experts, compute, shape, .. } = self;
         let (hidden, layer) = (shape.hidden as usize, request.layer as usize);
         let wanted = (0..statuses.len()).filter(|at| statuses[*at] == Status::Computed);
@@ -248,7 +258,7 @@ impl Worker {
             let any = !batch.experts().is_empty();
             let mut sums = vec![0; if any { request.values.len() } else { 0 }];
             let computed = experts.compute(compute, layer, &batch, &mut sums, &mut || {});
-            return computed.map(|()| Outputs::Sums(sums)).map_err(status_of);
+            return computed.map(|()| Outputs::Sums(sums));
         }
         let total: usize = items.clone().map(|(_, rows, _)| rows.len()).sum();
         let mut outputs = vec![0.0; total * hidden];
@@ -263,7 +273,7 @@ impl Worker {
             let at = starts.partition_point(|(expert, _)| *expert < rows.expert);
             outputs[starts[at].1..][..of_expert.len()].copy_from_slice(of_expert);
         };
-        experts.outputs(compute, layer, &batch, deliver).map_err(status_of)?;
+        experts.outputs(compute, layer, &batch, deliver)?;
         Ok(Outputs::Rows(outputs))
     }
 
@@ -307,12 +317,12 @@ impl Worker {
     }
 }
 
-/// Which expert an error names, and what it says of it.
-fn status_of(error: ExpertError) -> (u32, Status) {
+/// What an error says of its expert.
+fn status_of(error: &ExpertError) -> Status {
     match error {
-        ExpertError::Load { expert, .. } => (expert, Status::Unreadable),
-        ExpertError::NotHeld { expert, .. } => (expert, Status::Missing),
-        ExpertError::Numeric { expert, .. } => (expert, Status::Numeric),
+        ExpertError::Load { .. } => Status::Unreadable,
+        ExpertError::NotHeld { .. } => Status::Missing,
+        ExpertError::Numeric { .. } => Status::Numeric,
     }
 }
 

@@ -21,8 +21,8 @@ use crate::wire::secure::Policy;
 
 /// Share of the ceiling that one request's rows may have, and the most that they need: half of a
 /// prefill step of 512 rows to 8 experts of the widest models.
-const REQUEST_SHARE: u64 = 32;
-const REQUEST_BYTES_MAX: u64 = 64 << 20;
+const REQUEST_SHARE: u64 = 64;
+const REQUEST_BYTES_MAX: u64 = 32 << 20;
 
 /// What a worker is made of.
 pub struct WorkerOptions {

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use experts::{ExpertBackend, Notice};
+use experts::{ExpertBackend, ExpertError, Notice};
 
 use super::limits::{Limits, Permit, Permits};
 use super::{Counters, Counts, Worker};
@@ -29,6 +29,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const FIRST_TIME: Duration = Duration::from_secs(60);
 /// Time for telling a peer that the worker ends: what rests takes it at once.
 const DRAIN_TIME: Duration = Duration::from_millis(50);
+/// Experts of which is said that they could not be computed, at most.
+const FAILED_MAX: usize = 1000;
+/// Time after which the reason of an end is said again.
+const REPEAT_AFTER: Duration = Duration::from_secs(60);
 /// Time in which a peer may read why its connection ends, and most bytes that it may still send.
 const LINGER_TIME: Duration = Duration::from_secs(1);
 const LINGER_BYTES: usize = 64 << 20;
@@ -43,7 +47,7 @@ enum End {
     #[error("others send large requests; it was not taken in time")]
     Busy,
     #[error("its request failed: {0}")]
-    Failed(experts::ExpertError),
+    Failed(ExpertError),
 }
 
 /// A connection, for whoever reads from it and whoever writes to it.
@@ -77,12 +81,29 @@ impl Connection {
         self.cancelled.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes whatever the session has to say, within a second per [`Limits::RATE_MIN`] more than
-    /// `time`.
+    /// Writes whatever the session has to say, each piece within `time` for its bytes.
     fn flush(&self, time: impl Fn(u64) -> Duration) -> Result<(), TcpError> {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        let bytes = self.session().take_outgoing();
-        tcp::write_until(&self.stream, &bytes, Instant::now() + time(bytes.len() as u64))
+        self.write_all(&time)
+    }
+
+    /// The same, unless somebody is writing, who then writes that too.
+    fn try_flush(&self, time: impl Fn(u64) -> Duration) -> Result<(), TcpError> {
+        while self.session().has_outgoing() {
+            let Ok(_writing) = self.writing.try_lock() else { return Ok(()) };
+            self.write_all(&time)?;
+        }
+        Ok(())
+    }
+
+    fn write_all(&self, time: &impl Fn(u64) -> Duration) -> Result<(), TcpError> {
+        loop {
+            let bytes = self.session().take_outgoing();
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            tcp::write_until(&self.stream, &bytes, Instant::now() + time(bytes.len() as u64))?;
+        }
     }
 }
 
@@ -102,6 +123,10 @@ struct Shared {
     stopping: AtomicBool,
     address: SocketAddr,
     notice: Notice,
+    /// Experts that could not be computed, each of which was said.
+    failed: Mutex<HashSet<(usize, u32)>>,
+    /// Why a connection ended last, and when that was said.
+    ended: Mutex<Option<(String, Instant)>>,
 }
 
 /// A server that listens.
@@ -130,10 +155,7 @@ impl Stop {
             // Whoever cannot be told finds out; one that is being written to hears of it after
             // that.
             let _ = connection.session().drain();
-            if let Ok(writing) = connection.writing.try_lock() {
-                drop(writing);
-                let _ = connection.flush(|_| DRAIN_TIME);
-            }
+            let _ = connection.try_flush(|_| DRAIN_TIME);
             if !in_request {
                 // One that has just got a request can still answer it.
                 let _ = connection.stream.shutdown(Shutdown::Read);
@@ -176,6 +198,31 @@ impl Shared {
         in_request || !self.is_stopping()
     }
 
+    /// Says which expert could not be computed, once for each.
+    fn note_failed(&self, error: &ExpertError) {
+        let key = match error {
+            ExpertError::Load { layer, expert, .. }
+            | ExpertError::NotHeld { layer, expert }
+            | ExpertError::Numeric { layer, expert, .. } => (*layer, *expert),
+        };
+        let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        if failed.len() < FAILED_MAX && failed.insert(key) {
+            (self.notice)(&format!("an expert could not be computed: {error}"));
+        }
+    }
+
+    /// Says why a connection ended, the same reason once in a while.
+    fn note_end(&self, peer: SocketAddr, why: &End) {
+        let why = why.to_string();
+        let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_news =
+            ended.as_ref().is_none_or(|(last, at)| *last != why || at.elapsed() >= REPEAT_AFTER);
+        if is_news {
+            (self.notice)(&format!("the connection with {peer} ends: {why}"));
+            *ended = Some((why, Instant::now()));
+        }
+    }
+
     fn load(&self, connection: &Connection) -> Load {
         Load {
             waiting: connection.open_requests.load(Ordering::Relaxed),
@@ -212,6 +259,8 @@ impl Server {
             stopping: AtomicBool::new(false),
             address,
             notice,
+            failed: Mutex::default(),
+            ended: Mutex::default(),
         };
         Ok(Server { listener, shared: Arc::new(shared) })
     }
@@ -297,7 +346,7 @@ fn serve(shared: &Shared, id: u64, connection: &Connection, peer: SocketAddr) {
         if !matches!(why, End::Failed(_)) {
             shared.counters().refused.fetch_add(1, Ordering::Relaxed);
         }
-        (shared.notice)(&format!("the connection with {peer} ends: {why}"));
+        shared.note_end(peer, &why);
         linger(&connection.stream);
     }
     shared.open().remove(&id);
@@ -317,8 +366,15 @@ fn linger(stream: &TcpStream) {
     }
 }
 
+/// Something for whoever computes what a peer of version 2 asks, and writes to it.
+enum Job<'a> {
+    Compute(Request<'a>),
+    /// What the session has to say is to be written: whoever reads never waits for that.
+    Flush,
+}
+
 /// A request of version 2 on its way to being computed.
-struct Job<'a> {
+struct Request<'a> {
     id: u64,
     request: Box<Compute>,
     arrived: Instant,
@@ -371,7 +427,8 @@ impl<'a> Peer<'a> {
                     permit = Some((taken, Instant::now()));
                 }
                 if let Some((_, since)) = permit {
-                    deadline = deadline.min(since + limits.time_for_large(begun_bytes));
+                    // What came before the permit was given had its time.
+                    deadline = since + limits.time_for_large(begun_bytes);
                 }
                 tcp::read_until(&connection.stream, &mut buffer, deadline)?
             };
@@ -380,7 +437,7 @@ impl<'a> Peer<'a> {
             shared.set_in_request(self.id, true);
             let received = connection.session().receive(&buffer[..have], &mut wishes);
             // Also what explains an error.
-            let flushed = connection.flush(|bytes| limits.time_for(bytes));
+            let flushed = self.say();
             received?;
             flushed?;
             let any = !wishes.is_empty();
@@ -394,6 +451,22 @@ impl<'a> Peer<'a> {
                 return Ok(());
             }
         }
+    }
+
+    /// Has what the session has to say written.
+    fn say(&self) -> Result<(), End> {
+        let Peer { shared, connection, .. } = *self;
+        if self.queue.is_some() {
+            // Nobody else writes yet.
+            return Ok(connection.flush(|bytes| shared.limits.time_for(bytes))?);
+        }
+        if connection.session().has_outgoing()
+            && let Some(jobs) = &self.jobs
+        {
+            // Whoever has something to do looks when it is done.
+            let _ = jobs.try_send(Job::Flush);
+        }
+        Ok(())
     }
 
     fn grant(
@@ -434,7 +507,7 @@ impl<'a> Peer<'a> {
                     return self.answer_none(id, &request, ItemStatus::Draining);
                 }
                 connection.open_requests.fetch_add(1, Ordering::SeqCst);
-                let job = Job { id, request, arrived, permit };
+                let job = Job::Compute(Request { id, request, arrived, permit });
                 // Who computes lives as long as there is anything to compute, unless it cannot
                 // write.
                 if self.jobs.as_ref().is_none_or(|jobs| jobs.send(job).is_err()) {
@@ -450,7 +523,7 @@ impl<'a> Peer<'a> {
             }
             Wish::Ping(id) => {
                 connection.session().pong(id, &shared.load(connection))?;
-                connection.flush(|bytes| limits.time_for(bytes))?;
+                self.say()?;
             }
         }
         Ok(())
@@ -463,19 +536,30 @@ impl<'a> Peer<'a> {
             if request.sums { Outputs::Sums(Vec::new()) } else { Outputs::Rows(Vec::new()) };
         let answer = Answer { waited_us: 0, computed_us: 0, statuses, outputs };
         self.connection.session().answer(id, &answer)?;
-        Ok(self.connection.flush(|bytes| self.shared.limits.time_for(bytes))?)
+        self.say()
     }
 }
 
 /// Computes what a peer of version 2 asks, one request after another.
 fn compute(shared: &Shared, id: u64, connection: &Connection, jobs: &Receiver<Job<'_>>) {
-    while let Ok(Job { id: request_id, request, arrived, permit }) = jobs.recv() {
+    let limits = &shared.limits;
+    let flush = || connection.flush(|bytes| limits.time_for(bytes)).is_ok();
+    while let Ok(job) = jobs.recv() {
+        let Request { id: request_id, request, arrived, permit } = match job {
+            Job::Compute(request) => request,
+            Job::Flush if flush() => continue,
+            Job::Flush => {
+                // Whoever reads finds out.
+                let _ = connection.stream.shutdown(Shutdown::Both);
+                return;
+            }
+        };
         let is_wanted = || !connection.cancelled().contains(&request_id);
-        let answer = shared.worker.answer(&request, arrived, is_wanted);
+        let mut failed = |error: &ExpertError| shared.note_failed(error);
+        let answer = shared.worker.answer(&request, arrived, is_wanted, &mut failed);
         let answered = connection.session().answer(request_id, &answer);
         drop((request, answer));
-        let limits = &shared.limits;
-        let written = answered.is_ok() && connection.flush(|bytes| limits.time_for(bytes)).is_ok();
+        let written = answered.is_ok() && flush();
         drop(permit);
         let left = {
             // Whoever stops the server sees either a request or a connection that rests.
@@ -489,12 +573,15 @@ fn compute(shared: &Shared, id: u64, connection: &Connection, jobs: &Receiver<Jo
             }
             left
         };
-        if !written || (left == 0 && shared.is_stopping()) {
-            // Whoever reads finds out.
-            let _ = connection.stream.shutdown(Shutdown::Read);
-        }
         if !written {
+            // Whoever reads finds out.
+            let _ = connection.stream.shutdown(Shutdown::Both);
             return;
         }
+        if left == 0 && shared.is_stopping() {
+            let _ = connection.stream.shutdown(Shutdown::Read);
+        }
     }
+    // What explains the end, once there is nothing else to do.
+    flush();
 }

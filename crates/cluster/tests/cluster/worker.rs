@@ -405,9 +405,11 @@ fn an_expert_whose_row_is_no_number_fails_alone() {
         values,
     };
     for sums in [false, true] {
-        let answer = worker.answer(&request(bad.clone(), sums), Instant::now(), || true);
+        let answer =
+            worker.answer(&request(bad.clone(), sums), Instant::now(), || true, &mut |_| {});
         assert_eq!(answer.statuses, [Status::Numeric, Status::Computed, Status::Computed]);
-        let whole = worker.answer(&request(good.clone(), sums), Instant::now(), || true);
+        let whole =
+            worker.answer(&request(good.clone(), sums), Instant::now(), || true, &mut |_| {});
         match (answer.outputs, whole.outputs) {
             (Outputs::Rows(some), Outputs::Rows(all)) => assert_eq!(some, all[hidden..]),
             // The first row is nobody's any more.
@@ -423,8 +425,9 @@ fn an_expert_whose_row_is_no_number_fails_alone() {
         &Compute { deadline_ms: 1, ..request(good.clone(), false) },
         Instant::now().checked_sub(Duration::from_secs(1)).unwrap(),
         || true,
+        &mut |_| {},
     );
     assert_eq!(late.statuses, [Status::Deadline; 3]);
-    let unwanted = worker.answer(&request(good, false), Instant::now(), || false);
+    let unwanted = worker.answer(&request(good, false), Instant::now(), || false, &mut |_| {});
     assert_eq!(unwanted.statuses, [Status::Cancelled; 3]);
 }

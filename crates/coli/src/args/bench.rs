@@ -162,7 +162,7 @@ of rules a coordinator and its workers, in turns. All have the same --ram, --thr
 --read-limit, so the first is what one machine does, the others what a fleet of such machines does.
 With --delay everything that passes takes that long each way, as between machines.")]
 pub struct BenchClusterArgs {
-    /// Workers
+    /// Workers to start, 1 to 16
     #[arg(long, value_name = "N", default_value_t = 3,
           value_parser = clap::value_parser!(u8).range(1..=16))]
     pub workers: u8,

@@ -53,7 +53,8 @@ pub struct CoordinatorArgs {
     /// what passes
     #[arg(long, env = "COLI_ALLOW_PLAINTEXT", conflicts_with = "cluster_key")]
     pub allow_plaintext: bool,
-    /// Send routing weights along where workers' sums are fewer bytes than their outputs
+    /// Send routing weights along where workers' sums are fewer bytes than their outputs: where
+    /// many of a row's experts are at one worker
     #[arg(long, env = "COLI_PARTIAL_SUMS")]
     pub partial_sums: bool,
     /// Do not ask another worker too when one is late
@@ -63,9 +64,10 @@ pub struct CoordinatorArgs {
     /// as memory and time allow
     #[arg(long, env = "COLI_NO_KEEP_HOT")]
     pub no_keep_hot: bool,
-    /// Compute one request in N here too, and leave a worker whose outputs differ; 1 compares all
-    #[arg(long, value_name = "N", env = "COLI_AUDIT",
-          value_parser = clap::value_parser!(u64).range(1..))]
+    /// Compute one request in N here too, and leave a worker whose outputs differ; 1 compares all,
+    /// so that no token depends on an output that was not compared, 0 none [default: some, in a
+    /// fiftieth of the time, of workers whose weights were not compared by hashes]
+    #[arg(long, value_name = "N", env = "COLI_AUDIT")]
     pub audit: Option<u64>,
     /// Where experts belong: `layers A-B[,experts C-D]=WORKER`, or `=local`; repeatable. Of several
     /// rules for an expert the first counts, and a worker that rules name gets nothing else
@@ -86,10 +88,10 @@ pub struct WorkerArgs {
     /// CLUSTER_WORKER_PORT]
     #[arg(long, value_name = "ADDR:PORT", env = "COLI_LISTEN")]
     pub listen: Option<SocketAddr>,
-    /// Layers to hold, first and last [default: all]
+    /// Layers to hold, first and last, or one [default: all]
     #[arg(long, value_name = "A-B", env = "COLI_LAYERS", value_parser = parse_span)]
     pub layers: Option<Range<usize>>,
-    /// Experts of each layer to hold, first and last [default: all]
+    /// Experts of each layer to hold, first and last, or one [default: all]
     #[arg(long, value_name = "A-B", env = "COLI_EXPERTS", value_parser = parse_span)]
     pub experts: Option<Range<usize>>,
     /// Registry to be listed by, such as http://10.0.0.1:8765 (CLUSTER_COORDINATOR is read too)
@@ -147,11 +149,17 @@ Machines register by POST /v1/cluster/register and say every 10 seconds that the
 The registry is believed in nothing that matters: coordinators compare every worker themselves.")]
 pub struct RegistryArgs {
     /// Address to listen on; port 0 takes a free one
-    #[arg(long, value_name = "ADDR:PORT", env = "COLI_LISTEN", default_value = "127.0.0.1:8765")]
+    #[arg(
+        long,
+        value_name = "ADDR:PORT",
+        env = "COLI_REGISTRY_LISTEN",
+        default_value = "127.0.0.1:8765"
+    )]
     pub listen: SocketAddr,
-    /// Seconds without a sign of life after which a machine is taken off the list
+    /// Seconds without a sign of life after which a machine is taken off the list; machines give
+    /// one every 10 seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 30,
-          value_parser = clap::value_parser!(u64).range(1..=86_400))]
+          value_parser = clap::value_parser!(u64).range(20..=86_400))]
     pub stale_after: u64,
     /// Key of the cluster, made by `coli cluster key`
     #[arg(long, value_name = "FILE", env = "COLI_CLUSTER_KEY")]

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
+use cluster::coordinator::placement::Rule;
 use cluster::relay::Relay;
 use container::{Config, LayerKind};
 use lab::bench::{FedFigures, Rates, feed};
@@ -13,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::args::{BenchClusterArgs, CoordinatorArgs, EngineArgs};
 use crate::failure::Failure;
-use crate::{Outcome, apart, model, output};
+use crate::{Outcome, apart, model, output, workers};
 
 /// Ratio from which on workers pay.
 const PAYS: f64 = 1.1;
@@ -57,10 +58,16 @@ struct Arm {
 }
 
 pub fn run(args: &BenchClusterArgs) -> Outcome {
-    if !args.engine.cluster.cluster_workers.is_empty()
-        || args.engine.cluster.cluster_registry.is_some()
-    {
-        return Err(Failure::usage("coli bench cluster starts workers of its own"));
+    let CoordinatorArgs { cluster_workers, cluster_registry, cluster_key, place, .. } =
+        &args.engine.cluster;
+    if !cluster_workers.is_empty() || cluster_registry.is_some() || cluster_key.is_some() {
+        return Err(Failure::usage(
+            "coli bench cluster starts workers of its own, on loopback addresses; it does not use \
+             --cluster-workers, --cluster-registry or --cluster-key",
+        ));
+    }
+    if !place.is_empty() {
+        return Err(Failure::usage("coli bench cluster has --place-set in place of --place"));
     }
     if !(0.0..=10_000.0).contains(&args.delay) {
         return Err(Failure::usage("--delay must be 0 to 10000 milliseconds"));
@@ -75,8 +82,11 @@ pub fn run(args: &BenchClusterArgs) -> Outcome {
     }
     let mut arms = vec![Arm { name: "alone".to_owned(), rules: Vec::new(), found: Vec::new() }];
     let sets = match &args.place_set[..] {
-        [] => vec![(format!("{} workers", args.workers), Vec::new())],
-        sets => sets.iter().map(|set| (set.clone(), rules_of(set))).collect(),
+        [] => vec![(output::counted(args.workers.into(), "worker"), Vec::new())],
+        sets => {
+            let sets = sets.iter().map(|set| Ok((set.clone(), rules_of(set, args.workers)?)));
+            sets.collect::<Result<_, Failure>>()?
+        }
     };
     arms.extend(sets.into_iter().map(|(name, rules)| Arm { name, rules, found: Vec::new() }));
     for repetition in 0..args.options.reps {
@@ -95,6 +105,17 @@ pub fn run(args: &BenchClusterArgs) -> Outcome {
             arm.found.push(found);
         }
     }
+    for arm in &arms[1..] {
+        let is_local =
+            !arm.rules.is_empty() && arm.rules.iter().all(|rule| rule.ends_with("=local"));
+        let rows = |found: &Found| found.workers.iter().map(|(rows, _)| rows).sum::<u64>();
+        if !is_local && arm.found.iter().any(|found| rows(found) == 0) {
+            return Err(Failure::Failed(anyhow::anyhow!(
+                "{}: no worker computed anything",
+                arm.name
+            )));
+        }
+    }
     let first = &arms[0].found[0].fingerprint;
     let is_same = |found: &Found| found.fingerprint == *first;
     if !arms.iter().all(|arm| arm.found.iter().all(is_same)) {
@@ -108,9 +129,19 @@ pub fn run(args: &BenchClusterArgs) -> Outcome {
     Ok(())
 }
 
-fn rules_of(set: &str) -> Vec<String> {
+/// The rules of a set, each of which names a worker that there will be.
+fn rules_of(set: &str, workers: u8) -> Result<Vec<String>, Failure> {
     let rules = set.split(';').map(|rule| rule.trim().to_owned());
-    rules.filter(|rule| !rule.is_empty()).collect()
+    let rules: Vec<String> = rules.filter(|rule| !rule.is_empty()).collect();
+    for rule in &rules {
+        let refuse = |why: &str| Failure::usage(format!("--place-set: {rule:?}: {why}"));
+        let place = rule.parse::<Rule>().map_err(|why| refuse(&why))?.place;
+        let is_there = (1..=workers).any(|at| place == format!("worker-{at}"));
+        if place != "local" && !is_there {
+            return Err(refuse(&format!("there are worker-1 to worker-{workers}, and local")));
+        }
+    }
+    Ok(rules)
 }
 
 /// Feeds tokens to an engine of this process.
@@ -170,6 +201,7 @@ impl Fleet {
         for _ in 0..args.workers {
             let mut command = Command::new(&program);
             command.args(worker_flags(&args.engine)?);
+            workers::without_environment(&mut command);
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
             let child = command.spawn().map_err(|error| Failure::Failed(error.into()))?;
             fleet.children.push(child);
@@ -268,6 +300,10 @@ impl Arm {
 fn verdict(alone: &Arm, with: &Arm) -> (bool, String) {
     let (here, there) = (alone.rates().median, with.rates().median);
     let ratio = there / here;
+    let rows: u64 = with.found.iter().flat_map(|found| &found.workers).map(|(rows, _)| rows).sum();
+    if rows == 0 {
+        return (false, format!("no worker was asked, {ratio:.2} x as fast"));
+    }
     let token_ms = 1e3 / here;
     let wait_ms = alone.median(|found| found.wait_ms);
     let read = output::bytes(alone.median(|found| found.read_bytes) as u64);
@@ -334,9 +370,12 @@ fn show(args: &BenchClusterArgs, arms: &[Arm], sparse: usize) {
         table.push(vec![
             arm.name.clone(),
             format!("{median:.2}"),
-            format!("({:.2} to {:.2})", spread.0, spread.1),
-            dash(format!("{:.0} %", arm.median(|found| found.hit_rate) * 100.0), !is_alone),
-            dash(output::bytes(arm.median(|found| found.read_bytes) as u64), !is_alone),
+            match arm.found.len() {
+                1 => String::new(),
+                _ => format!("({:.2} to {:.2})", spread.0, spread.1),
+            },
+            format!("{:.0} %", arm.median(|found| found.hit_rate) * 100.0),
+            output::bytes(arm.median(|found| found.read_bytes) as u64),
             dash(output::bytes(arm.median(|found| found.wire_bytes) as u64), is_alone),
             format!("{:.1} ms", arm.median(|found| found.wait_ms)),
             dash(format!("{:.1} ms", arm.median(|found| found.remote_ms)), is_alone),
@@ -345,7 +384,8 @@ fn show(args: &BenchClusterArgs, arms: &[Arm], sparse: usize) {
     say_part!("{}", output::table(&table, &[false, true, true, true, true, true, true, true]));
     for arm in &arms[1..] {
         let Some(last) = arm.found.last() else { continue };
-        let each = last.workers.iter().enumerate().map(|(at, (rows, mean_ms))| {
+        let asked = last.workers.iter().enumerate().filter(|(_, (rows, _))| *rows > 0);
+        let each = asked.map(|(at, (rows, mean_ms))| {
             format!("worker-{} {} rows, {mean_ms:.2} ms a request", at + 1, output::count(*rows))
         });
         say!("{}: {}", arm.name, each.collect::<Vec<_>>().join("; "));

@@ -145,7 +145,7 @@ fn oracle(name: &str, activations: &str, workers: &[Worker]) -> serde_json::Valu
     let mut args = vec!["oracle", "--model", arg(&model), "--reference", arg(&reference)];
     args.extend(["--activations", activations, "--fingerprint", "--json"]);
     if !workers.is_empty() {
-        args.extend(["--cluster-workers", &list, "--no-hedge", "--no-keep-hot"]);
+        args.extend(["--cluster-workers", &list, "--no-hedge", "--no-keep-hot", "--audit", "0"]);
     }
     let outcome = run(&args);
     // Only f32 activations reproduce the reference's tokens.

@@ -5,7 +5,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use cluster::coordinator::{Coordinator, CoordinatorOptions, REQUEST_TIME, RowCounts, State};
+use cluster::coordinator::placement::Rule;
+use cluster::coordinator::{
+    Audit, Coordinator, CoordinatorOptions, Peer, REQUEST_TIME, RowCounts, State,
+};
 use cluster::session::coordinator::Version;
 use cluster::wire::secure::Key;
 use experts::{ExpertBackend, ExpertError, ExpertStats, LocalExperts, ReadAhead, RoutedBatch};
@@ -92,7 +95,7 @@ pub struct Ran {
     pub rows: RowCounts,
     pub calls: u64,
     pub difference: Option<String>,
-    pub states: Vec<State>,
+    pub peers: Vec<Peer>,
     pub said: Vec<String>,
 }
 
@@ -110,6 +113,15 @@ fn options(model: &str, activations: Activations) -> EngineOptions {
         read_ahead: ReadAhead::Off,
         ..EngineOptions::new(vec![fixture(model)])
     }
+}
+
+/// Gives each worker every n-th expert, whatever their addresses are.
+fn rules(workers: &[Worker]) -> Vec<Rule> {
+    let rule = |expert: usize| {
+        let address = &workers[expert % workers.len()].address;
+        format!("layers 0-1000,experts {expert}={address}").parse().unwrap()
+    };
+    (0..64).map(rule).collect()
 }
 
 /// Logits of some tokens, the first ones in one step, the others one by one.
@@ -135,12 +147,13 @@ pub fn with(model: &str, activations: Activations, workers: &[Worker], way: Way)
     let notes = said.clone();
     let coordinator = CoordinatorOptions {
         workers: workers.iter().map(|worker| worker.address.clone()).collect(),
-        rules: Vec::new(),
-        audit: 0,
+        rules: rules(workers),
+        audit: Audit::Off,
         request_time: REQUEST_TIME,
         key: way.encrypted.then(key),
         version: Some(way.version),
         partial_sums: way.sums,
+        hot_window_calls: 8,
         hedge: false,
         keep_hot: false,
         notice: Arc::new(move |text: &str| notes.lock().unwrap().push(text.to_owned())),
@@ -167,7 +180,7 @@ pub fn with(model: &str, activations: Activations, workers: &[Worker], way: Way)
         rows: compared.cluster.rows(),
         calls: compared.calls.load(Ordering::Relaxed),
         difference: compared.difference.lock().unwrap().take(),
-        states: compared.cluster.peers().into_iter().map(|peer| peer.state).collect(),
+        peers: compared.cluster.peers(),
         said,
     }
 }
@@ -195,10 +208,16 @@ fn every_moe_call_has_this_machines_sum_with_one_two_and_three_workers_by_every_
                     assert_eq!(ran.difference, None, "{what}");
                     assert_eq!(ran.fingerprint, alone, "{what}");
                     assert!(ran.calls >= 9, "{what}");
-                    let rows = RowCounts { remote: ran.rows.remote, ..RowCounts::default() };
-                    assert!(rows.remote > 0, "{what}");
+                    let RowCounts { remote, summed, .. } = ran.rows;
+                    let rows = RowCounts { remote, summed, ..RowCounts::default() };
                     assert_eq!(ran.rows, rows, "{what}: {:?}", ran.said);
-                    assert!(ran.states.iter().all(|state| *state == State::Ready), "{what}");
+                    for peer in &ran.peers {
+                        assert!(peer.state == State::Ready && peer.rows > 0, "{what}: {peer:?}");
+                    }
+                    // With three experts per row at one worker sums are fewer bytes, and asked for.
+                    let is_summed = way.sums && model == "glm-dsa" && count == 1;
+                    assert!(summed == 0 || way.sums, "{what}");
+                    assert!(summed > 0 || !is_summed, "{what}");
                 }
             }
         }
@@ -262,7 +281,7 @@ fn a_worker_with_other_weights_arithmetic_or_activations_is_refused_before_any_t
     };
     let plain = fixture("glm-int4-g32");
     for (model, theirs, activations, what) in [
-        (&right, &flipped, "int8", "has other weights there"),
+        (&right, &flipped, "int8", "has other weights at the worker"),
         (&plain, &fixture("glm-int8-row"), "int8", "differs from this machine's"),
         (&right, &right, "f32", "--activations"),
         (&right, &fixture("glm-groups"), "int8", "both must have the same model"),

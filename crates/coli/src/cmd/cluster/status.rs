@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::thread;
 use std::time::Duration;
 
-use cluster::coordinator::{Observed, observe};
+use cluster::coordinator::{Observed, Unseen, observe};
 use cluster::registry::Member;
 use serde_json::{Value, json};
 
@@ -14,6 +14,8 @@ use crate::{Outcome, key, output, workers};
 
 /// Time for a worker to say what it is.
 const TIME: Duration = Duration::from_secs(5);
+/// Layers with missing experts that are listed.
+const GAPS_SHOWN: usize = 8;
 /// Workers that are asked at the same time.
 const AT_ONCE: usize = 16;
 
@@ -21,13 +23,16 @@ const AT_ONCE: usize = 16;
 struct Row {
     address: String,
     listed: Option<Member>,
-    observed: Result<Observed, String>,
+    observed: Result<Observed, Unseen>,
 }
 
 pub fn run(args: &StatusArgs) -> Outcome {
     let key = key::load(args.cluster_key.as_deref())?;
     let registry = workers::registry(args.cluster_registry.as_deref(), key.as_ref())?;
     let named = workers::listed(&args.cluster_workers);
+    for name in &named {
+        workers::check_name(name).map_err(Failure::usage)?;
+    }
     if registry.is_none() && named.is_empty() {
         return Err(Failure::usage("give --cluster-registry URL or --cluster-workers HOST:PORT,…"));
     }
@@ -49,7 +54,8 @@ pub fn run(args: &StatusArgs) -> Outcome {
                 .map(|(address, _)| scope.spawn(|| observe(address, key.clone(), TIME)))
                 .collect();
             for ((address, listed), observed) in some.iter().zip(asked) {
-                let panicked = |_| Err("this program failed while it asked".to_owned());
+                let why = || "this program failed while it asked".to_owned();
+                let panicked = |_| Err(Unseen { is_there: false, why: why() });
                 let observed = observed.join().unwrap_or_else(panicked);
                 let (address, listed) = (address.clone(), listed.clone());
                 rows.push(Row { address, listed, observed });
@@ -61,7 +67,10 @@ pub fn run(args: &StatusArgs) -> Outcome {
     } else {
         show(&rows, &others);
     }
-    Ok(())
+    match !rows.is_empty() && rows.iter().all(|row| row.observed.is_ok()) {
+        true => Ok(()),
+        false => Err(Failure::Reported(1)),
+    }
 }
 
 impl Row {
@@ -69,6 +78,7 @@ impl Row {
     fn state(&self) -> &str {
         let listed = self.listed.as_ref().and_then(|member| member.record["state"].as_str());
         match &self.observed {
+            Err(Unseen { is_there: true, .. }) => "refuses",
             Err(_) => "silent",
             Ok(_) => match listed {
                 Some("draining") => "draining",
@@ -86,6 +96,8 @@ impl Row {
 #[derive(Default)]
 struct Coverage {
     workers: usize,
+    /// Experts of a layer.
+    per_layer: u32,
     /// How many workers hold each expert.
     held: BTreeMap<(u32, u32), usize>,
 }
@@ -95,13 +107,34 @@ impl Coverage {
     fn twice(&self) -> usize {
         self.held.values().filter(|count| **count > 1).count()
     }
+
+    /// Layers from the first to the last that is held of which experts are missing, with how many
+    /// are held.
+    fn gaps(&self) -> Vec<(u32, usize)> {
+        let mut layers: BTreeMap<u32, usize> = BTreeMap::new();
+        for (layer, _) in self.held.keys() {
+            *layers.entry(*layer).or_default() += 1;
+        }
+        let ends = layers.keys().next().zip(layers.keys().next_back());
+        let Some((first, last)) = ends else { return Vec::new() };
+        let all = (*first..=*last).map(|layer| (layer, layers.get(&layer).copied().unwrap_or(0)));
+        all.filter(|(_, held)| *held < self.per_layer as usize).collect()
+    }
+
+    /// First and last layer of which any expert is held.
+    fn layers(&self) -> Option<(u32, u32)> {
+        self.held.keys().next().zip(self.held.keys().next_back()).map(|(a, b)| (a.0, b.0))
+    }
 }
 
 /// What is held of each model.
 fn coverage(rows: &[Row]) -> BTreeMap<String, Coverage> {
     let mut models: BTreeMap<String, Coverage> = BTreeMap::new();
     for observed in rows.iter().filter_map(|row| row.observed.as_ref().ok()) {
-        let coverage = models.entry(observed.facts.model.clone()).or_default();
+        let facts = &observed.facts;
+        let name = format!("{} {}", facts.model, facts.activations);
+        let coverage = models.entry(name).or_default();
+        coverage.per_layer = facts.experts;
         coverage.workers += 1;
         for key in observed.holdings.keys() {
             *coverage.held.entry(key).or_default() += 1;
@@ -118,6 +151,7 @@ fn show(rows: &[Row], others: &[Member]) {
             "worker",
             "state",
             "model",
+            "activations",
             "experts",
             "in memory",
             "RAM",
@@ -135,6 +169,7 @@ fn show(rows: &[Row], others: &[Member]) {
             match &row.observed {
                 Ok(Observed { facts, holdings, load, ping }) => cells.extend([
                     facts.model.chars().take(8).collect(),
+                    facts.activations.clone(),
                     output::count(holdings.len() as u64),
                     output::bytes(load.cached_bytes),
                     output::bytes(facts.ram_bytes),
@@ -151,22 +186,28 @@ fn show(rows: &[Row], others: &[Member]) {
             }
             table.push(cells);
         }
-        let right = [false, false, false, true, true, true, false, true, true, true, true];
+        let right = [false, false, false, false, true, true, true, false, true, true, true, true];
         say_part!("{}", output::table(&table, &right));
     }
     for row in rows {
-        if let Err(why) = &row.observed {
+        if let Err(Unseen { why, .. }) = &row.observed {
             say!("{}: {why}", row.address);
         }
     }
     for (model, coverage) in coverage(rows) {
-        let model: String = model.chars().take(8).collect();
+        let (hash, activations) = model.split_once(' ').unwrap_or((&model, ""));
+        let hash: String = hash.chars().take(8).collect();
+        let (first, last) = coverage.layers().unwrap_or((0, 0));
         say!(
-            "model {model}: {} held by {}, {} of them by two or more",
+            "model {hash}, {activations}: {} of layers {first}-{last} held by {}, {} of them by two or \
+             more",
             output::counted(coverage.held.len(), "expert"),
             output::counted(coverage.workers, "worker"),
             output::count(coverage.twice() as u64)
         );
+        for (layer, held) in coverage.gaps().into_iter().take(GAPS_SHOWN) {
+            say!("  layer {layer}: {held} of {} experts are held", coverage.per_layer);
+        }
     }
     for member in others {
         say!(
@@ -190,7 +231,7 @@ fn as_json(rows: &[Row], others: &[Member]) -> Value {
                 value["rows"] = json!(load.rows);
                 value["ping_ms"] = json!(ping.as_secs_f64() * 1e3);
             }
-            Err(why) => value["error"] = json!(why),
+            Err(Unseen { why, .. }) => value["error"] = json!(why),
         }
         value["listed"] = row.listed.as_ref().map_or(Value::Null, |member| member.record.clone());
         value

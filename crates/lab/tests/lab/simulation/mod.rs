@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use cluster::coordinator::core::{Core, Peers};
-use cluster::coordinator::{CoordinatorOptions, RowCounts};
+use cluster::coordinator::{Audit, CoordinatorOptions, RowCounts};
 use cluster::session::coordinator::Version;
 use cluster::wire::secure::{Key, Policy};
 use cluster::worker::{Worker, WorkerOptions, open};
@@ -34,8 +34,13 @@ const SEEDS: Range<u64> = 0..400;
 /// Longest time for a request.
 const DEADLINE_MAX: Duration = Duration::from_secs(30);
 /// Models, each with one of the same shape and other weights.
-const MODELS: [(&str, &str); 3] =
-    [("glm-int4-g32", "glm-int8-row"), ("glm-e8", "glm-e8"), ("olmoe-int4-g48", "olmoe-int4-g48")];
+const MODELS: [(&str, &str); 4] = [
+    ("glm-int4-g32", "glm-int8-row"),
+    ("glm-e8", "glm-e8"),
+    ("olmoe-int4-g48", "olmoe-int4-g48"),
+    // Three experts per row: sums are fewer bytes where one worker has them.
+    ("glm-dsa", "glm-dsa"),
+];
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/oracle").join(name)
@@ -140,13 +145,15 @@ struct Outcome {
     fingerprint: String,
     rows: RowCounts,
     happened: Happened,
+    /// Experts that stayed with the coordinator at the end.
+    kept: usize,
     said: Vec<String>,
 }
 
 /// A cluster and what happens to it.
 fn run(seed: u64) -> (&'static str, Activations, Outcome) {
     let mut noise = Noise::new(seed);
-    let (model, other) = MODELS[noise.below(3) as usize];
+    let (model, other) = MODELS[noise.below(4) as usize];
     let activations = if noise.once_in(3) { Activations::F32 } else { Activations::Int8 };
     let opposite = match activations {
         Activations::F32 => Activations::Int8,
@@ -194,7 +201,12 @@ fn run(seed: u64) -> (&'static str, Activations, Outcome) {
     let (workers, nodes): (Vec<String>, Vec<Node>) = (0..count).map(&mut node).unzip();
     let said = Arc::new(Mutex::new(Vec::new()));
     let notes = said.clone();
-    let audit = if has_liar { 1 } else { [0, 0, 3][noise.below(3) as usize] };
+    let audit = match (has_liar, noise.below(4)) {
+        (true, _) => Audit::OneIn(1),
+        (false, 0) => Audit::OneIn(3),
+        (false, 1) => Audit::Unverified,
+        (false, _) => Audit::Off,
+    };
     let coordinator = CoordinatorOptions {
         workers,
         rules: Vec::new(),
@@ -203,6 +215,7 @@ fn run(seed: u64) -> (&'static str, Activations, Outcome) {
         key,
         version: None,
         partial_sums: noise.once_in(3),
+        hot_window_calls: 4,
         hedge: noise.once_in(2),
         keep_hot: noise.once_in(2),
         notice: Arc::new(move |text: &str| notes.lock().unwrap().push(text.to_owned())),
@@ -224,7 +237,8 @@ fn run(seed: u64) -> (&'static str, Activations, Outcome) {
     let world = made.get().unwrap();
     let (rows, happened) = (world.core().rows(), world.happened());
     let said = std::mem::take(&mut *said.lock().unwrap());
-    (model, activations, Outcome { fingerprint, rows, happened, said })
+    let kept = world.core().kept_here();
+    (model, activations, Outcome { fingerprint, rows, happened, kept, said })
 }
 
 fn seeds() -> Range<u64> {
@@ -239,7 +253,7 @@ fn seeds() -> Range<u64> {
 #[test]
 fn whatever_happens_to_workers_the_logits_are_those_of_this_machine() {
     let (seeds, mut rows, mut all) = (seeds(), RowCounts::default(), Happened::default());
-    let mut quarantined = 0;
+    let (mut quarantined, mut kept) = (0, 0);
     for seed in seeds.clone() {
         let (model, activations, outcome) = run(seed);
         let want = alone(model, activations);
@@ -249,6 +263,9 @@ fn whatever_happens_to_workers_the_logits_are_those_of_this_machine() {
         rows.failed_over += outcome.rows.failed_over;
         rows.hedged += outcome.rows.hedged;
         rows.audited += outcome.rows.audited;
+        rows.recovered += outcome.rows.recovered;
+        rows.summed += outcome.rows.summed;
+        kept += outcome.kept;
         all.crashes += outcome.happened.crashes;
         all.cuts += outcome.happened.cuts;
         all.hangs += outcome.happened.hangs;
@@ -268,6 +285,9 @@ fn whatever_happens_to_workers_the_logits_are_those_of_this_machine() {
             rows.failed_over,
             rows.hedged,
             rows.audited,
+            rows.recovered,
+            rows.summed,
+            kept as u64,
             all.crashes,
             all.cuts,
             all.hangs,
