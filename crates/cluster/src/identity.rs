@@ -60,7 +60,8 @@ pub struct Facts {
 /// Two machines that do not compute the same.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
-    "{field} is {coordinator} at the coordinator and {worker} at the worker; both must have {remedy}"
+    "{field} is {coordinator} at the coordinator and {worker} at the worker; both must have \
+     {remedy}"
 )]
 pub struct Mismatch {
     /// What differs.

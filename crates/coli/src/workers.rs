@@ -212,8 +212,8 @@ pub fn note(workers: &Workers) {
     let Some(coordinator) = workers.get() else { return };
     let rows = coordinator.rows();
     note!(
-        "workers: {} rows computed by them, {} here; of all {} after a failure, {} asked of two, {} \
-         compared",
+        "workers: {} rows computed by them, {} here; of all {} after a failure, {} asked of two, \
+         {} compared",
         output::count(rows.remote),
         output::count(rows.local),
         output::count(rows.failed_over),

@@ -569,7 +569,7 @@ impl Core {
                     counters.bytes.fetch_add(answer.bytes(), Ordering::Relaxed);
                     let worker = step.worker_of(number);
                     let answered = Answered { worker, number, experts, answer };
-                    self.accept(&mut step, layer, batch, &sent, answered, &mut answers, peers)?;
+                    answers.extend(self.accept(&step, layer, batch, &sent, answered, peers)?);
                 }
                 Some(Reply { number, answer: None }) => {
                     self.closed(step.worker_of(number), sent[number].id);
@@ -626,21 +626,20 @@ impl Core {
         Ok(())
     }
 
-    /// Keeps an answer to be added, and compares it with this machine's own when it is drawn for
-    /// that.
+    /// An answer of which anything is to be added. It is compared with this machine's own when it is
+    /// drawn for that.
     fn accept(
         &self,
-        step: &mut Step,
+        step: &Step,
         layer: usize,
         batch: &RoutedBatch<'_>,
         sent: &[Sent],
         answered: Answered,
-        answers: &mut Vec<Answered>,
         peers: &dyn Peers,
-    ) -> Result<(), ExpertError> {
+    ) -> Result<Option<Answered>, ExpertError> {
         let Core { counters, options, .. } = self;
         if answered.experts.is_empty() {
-            return Ok(());
+            return Ok(None);
         }
         // No worker can foresee which of its answers are compared.
         let draw = mix(counters.draws.fetch_add(1, Ordering::Relaxed));
@@ -667,8 +666,7 @@ impl Core {
             let took = peers.now().duration_since(begun).as_nanos() as u64;
             counters.audit_ns.fetch_add(took, Ordering::Relaxed);
         }
-        answers.push(answered);
-        Ok(())
+        Ok(Some(answered))
     }
 
     /// Adds what an answer brought, weighted, unless an output leaves the grid.

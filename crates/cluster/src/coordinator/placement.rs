@@ -53,8 +53,8 @@ impl FromStr for Rule {
 
     /// `layers A-B[,experts C-D]=NAME`; `local` names the coordinator.
     fn from_str(text: &str) -> Result<Rule, String> {
-        let form = "must be `layers A-B=WORKER` or `layers A-B,experts C-D=WORKER`, with `local` for \
-                    this machine";
+        let form = "must be `layers A-B=WORKER` or `layers A-B,experts C-D=WORKER`, with `local` \
+                    for this machine";
         let (what, place) = text.rsplit_once('=').ok_or(form)?;
         let (layers, experts) = match what.split_once(',') {
             None => (what, None),

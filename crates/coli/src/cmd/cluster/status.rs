@@ -199,8 +199,8 @@ fn show(rows: &[Row], others: &[Member]) {
         let hash: String = hash.chars().take(8).collect();
         let (first, last) = coverage.layers().unwrap_or((0, 0));
         say!(
-            "model {hash}, {activations}: {} of layers {first}-{last} held by {}, {} of them by two or \
-             more",
+            "model {hash}, {activations}: {} of layers {first}-{last} held by {}, {} of them by \
+             two or more",
             output::counted(coverage.held.len(), "expert"),
             output::counted(coverage.workers, "worker"),
             output::count(coverage.twice() as u64)
