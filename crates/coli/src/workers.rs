@@ -110,6 +110,7 @@ fn named(args: &CoordinatorArgs, config: &Config) -> Result<Option<Named>, Failu
             (args.audit.is_some(), "--audit"),
             (!args.place.is_empty(), "--place"),
             (args.partial_sums, "--partial-sums"),
+            (args.allow_inexact_peers, "--allow-inexact-peers"),
             (args.no_hedge, "--no-hedge"),
             (args.no_keep_hot, "--no-keep-hot"),
         ];
@@ -140,6 +141,7 @@ fn named(args: &CoordinatorArgs, config: &Config) -> Result<Option<Named>, Failu
         request_time: REQUEST_TIME,
         key,
         version: None,
+        allow_inexact: args.allow_inexact_peers,
         partial_sums: args.partial_sums,
         hot_window_calls: HOT_WINDOW_CALLS,
         hedge: !args.no_hedge,
@@ -220,6 +222,9 @@ pub fn note(workers: &Workers) {
         output::count(rows.hedged),
         output::count(rows.audited)
     );
+    if coordinator.is_inexact() {
+        note!("workers: a worker was only nearly exact, and so is this answer");
+    }
 }
 
 /// What workers did; null without any.
@@ -235,6 +240,7 @@ pub fn json(workers: &Workers) -> Value {
         "recovered_rows": rows.recovered,
         "summed_rows": rows.summed,
         "audited_rows": rows.audited,
+        "exact": !coordinator.is_inexact(),
         "kept_experts": coordinator.kept_here(),
         "wire_bytes": coordinator.wire_bytes(),
         "quarantined": quarantined.map(|peer| &peer.name).collect::<Vec<_>>(),

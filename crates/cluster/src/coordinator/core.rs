@@ -1,13 +1,13 @@
 //! What a coordinator knows and decides, without sockets and threads: [`Peers`] carry it out.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use container::Config;
 use experts::cache::Key as ExpertKey;
 use experts::{ExpertBackend, ExpertError, ExpertRows, LocalExperts, Notice, RoutedBatch};
-use numerics::{Compute, combine};
+use numerics::Compute;
 
 use super::difference::Difference;
 use super::fleet::{Fleet, Size, State};
@@ -27,7 +27,7 @@ const REWEIGH_STEPS: u64 = 1024;
 /// Time after which a step without anything to wait for looks again; there is no such step.
 const IDLE_TIME: Duration = Duration::from_secs(1);
 /// What no sum of a row reaches: 64 contributions below 2^24, on a grid of 2^-32.
-const SUM_LIMIT: u64 = 1 << 62;
+pub(super) const SUM_LIMIT: u64 = 1 << 62;
 /// Of answers that may be compared one in so many is, and the share of the time that it may take.
 const AUDIT_DRAWS: u64 = 4;
 const AUDIT_SHARE: u64 = 50;
@@ -38,7 +38,7 @@ const PROBED_ROWS: usize = 3;
 /// What an older program in another language must be told to come close.
 const OTHER_PROGRAM: &str = "a worker of the C engine comes close only with --activations f32 \
     here and IDOT=0 I4S=1 COLI_NO_FUSED_PAIR=1 SPEC_PIN=0 XEXP=0 I4_ACC512=0 I3_AVX512=0 DRAFT=0 \
-    COLI_CUDA=0 COLI_METAL=0 COLI_VULKAN=0 there, and is not used all the same";
+    COLI_CUDA=0 COLI_METAL=0 COLI_VULKAN=0 there, and is used with --allow-inexact-peers only";
 
 /// Which requests are computed here too, and compared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -68,6 +68,9 @@ pub struct CoordinatorOptions {
     /// The only protocol version to speak; `None` speaks what a worker speaks, version 1 without a
     /// key only.
     pub version: Option<Version>,
+    /// Whether workers of version 1 are used whose outputs are only nearly this machine's. Results
+    /// are then not exact.
+    pub allow_inexact: bool,
     /// Whether routing weights are sent along where sums are fewer bytes than outputs.
     pub partial_sums: bool,
     /// Calls after which the number of experts that stay here is looked at again.
@@ -115,6 +118,8 @@ pub(super) struct Counters {
     ids: AtomicU64,
     /// Draws for the audit so far, from a number that differs from run to run.
     draws: AtomicU64,
+    /// Whether a worker whose outputs are only nearly right is used.
+    inexact: AtomicBool,
     wait_ns: AtomicU64,
     /// Time for routed experts, and of that for comparing answers.
     compute_ns: AtomicU64,
@@ -163,17 +168,18 @@ struct Sent {
 }
 
 /// Outputs that have come and are to be added.
-struct Answered {
+pub(super) struct Answered {
     worker: usize,
     /// Number of the request.
     number: usize,
     /// Places of the experts whose outputs count.
-    experts: Vec<usize>,
-    answer: Box<Answer>,
+    pub experts: Vec<usize>,
+    pub answer: Box<Answer>,
 }
 
 /// What a worker is tried by.
 pub struct Probe {
+    worker: usize,
     layer: usize,
     item: Item,
 }
@@ -190,8 +196,8 @@ pub enum Unfit {
 pub struct Core {
     pub(super) options: CoordinatorOptions,
     pub(super) hello: Arc<Hello>,
-    local: Arc<LocalExperts>,
-    compute: Compute,
+    pub(super) local: Arc<LocalExperts>,
+    pub(super) compute: Compute,
     fleet: Mutex<Fleet>,
     hot: Mutex<Hot>,
     counters: Counters,
@@ -397,7 +403,19 @@ impl Core {
         let (id, items) = (self.counters.next_id(), std::iter::once(item));
         let request = Request::new(version, &shape, id, (layer, time_ms, false), items, &values);
         let item = Item { expert, rows: values };
-        Some((Probe { layer: layer as usize, item }, request))
+        Some((Probe { worker: at, layer: layer as usize, item }, request))
+    }
+
+    /// Whether a difference of a worker is one that was allowed.
+    fn is_tolerated(&self, at: usize, difference: &Difference) -> bool {
+        self.options.allow_inexact
+            && difference.is_small()
+            && self.fleet().version(at) == Version::One
+    }
+
+    /// Whether results may depend on who computed them.
+    pub fn is_inexact(&self) -> bool {
+        self.counters.inexact.load(Ordering::Relaxed)
     }
 
     /// Time for a worker to answer a probe.
@@ -426,6 +444,16 @@ impl Core {
         compute_items(&self.local, &self.compute, shape, probe.layer, items, deliver)
             .map_err(|error| Unfit::Failed(format!("its outputs cannot be compared: {error}")))?;
         match Difference::between(probe.layer, item.expert, theirs, &ours, hidden) {
+            Some(difference) if self.is_tolerated(probe.worker, &difference) => {
+                if !self.counters.inexact.swap(true, Ordering::Relaxed) {
+                    let what = format!(
+                        "is only nearly exact: {difference}; with --allow-inexact-peers it is \
+                         used, and answers depend on what it computes"
+                    );
+                    self.notice(probe.worker, &what);
+                }
+                Ok(())
+            }
             Some(difference) => Err(Unfit::Wrong(difference.to_string())),
             None => Ok(()),
         }
@@ -626,8 +654,8 @@ impl Core {
         Ok(())
     }
 
-    /// An answer of which anything is to be added. It is compared with this machine's own when it is
-    /// drawn for that.
+    /// An answer of which anything is to be added. It is compared with this machine's own when it
+    /// is drawn for that.
     fn accept(
         &self,
         step: &Step,
@@ -660,7 +688,9 @@ impl Core {
             counters.audited.fetch_add(rows.sum(), Ordering::Relaxed);
             let (rows, asked) = (&sent[answered.number].rows, step.experts_of(answered.number));
             let found = self.difference(batch, layer, rows, asked, &answered)?;
-            if let Some(difference) = found {
+            if let Some(difference) = found
+                && !self.is_tolerated(answered.worker, &difference)
+            {
                 self.quarantine(answered.worker, &difference.to_string());
             }
             let took = peers.now().duration_since(begun).as_nanos() as u64;
@@ -668,114 +698,6 @@ impl Core {
         }
         Ok(Some(answered))
     }
-
-    /// Adds what an answer brought, weighted, unless an output leaves the grid.
-    fn add(
-        &self,
-        batch: &RoutedBatch<'_>,
-        rows: &[u32],
-        asked: &[usize],
-        answered: &Answered,
-        sum: &mut [i64],
-    ) -> bool {
-        let Core { compute, hello, .. } = self;
-        let hidden = hello.shape.hidden as usize;
-        let mut add_row = |row: u32, added: &[i64]| {
-            let sum = &mut sum[row as usize * hidden..][..hidden];
-            sum.iter_mut().zip(added).for_each(|(sum, added)| *sum = sum.wrapping_add(*added));
-        };
-        let outputs = match &answered.answer.outputs {
-            Outputs::Sums(sums) => {
-                if sums.iter().any(|sum| sum.unsigned_abs() >= SUM_LIMIT) {
-                    return false;
-                }
-                rows.iter()
-                    .zip(sums.chunks_exact(hidden))
-                    .for_each(|(row, sum)| add_row(*row, sum));
-                return true;
-            }
-            Outputs::Rows(outputs) => outputs_of(batch, asked, answered, outputs, hidden),
-        };
-        let total: usize = outputs.iter().map(|(_, outputs)| outputs.len()).sum();
-        let mut weighted = compute.scratch.zeroed::<i64>(total);
-        let mut sums = weighted.chunks_exact_mut(hidden);
-        for (at, outputs) in &outputs {
-            let weights = batch.rows_of(*at).weights.iter();
-            let rows = weights.zip(outputs.chunks_exact(hidden)).zip(&mut sums).enumerate();
-            for (row, ((weight, y), sum)) in rows {
-                // A worker whose outputs leave the grid is not believed; if they are right, this
-                // machine comes to the same and says so.
-                if combine::add_weighted(compute.isa, row, *weight, y, sum).is_err() {
-                    return false;
-                }
-            }
-        }
-        let mut added = weighted.chunks_exact(hidden);
-        for (at, _) in &outputs {
-            let rows = batch.rows_of(*at).rows.iter();
-            rows.zip(&mut added).for_each(|(row, added)| add_row(*row, added));
-        }
-        true
-    }
-
-    /// The first output of an answer that is not what this machine computes.
-    fn difference(
-        &self,
-        batch: &RoutedBatch<'_>,
-        layer: usize,
-        rows: &[u32],
-        asked: &[usize],
-        answered: &Answered,
-    ) -> Result<Option<Difference>, ExpertError> {
-        let Core { compute, hello, local, .. } = self;
-        let hidden = hello.shape.hidden as usize;
-        let chosen = |expert: u32| answered.experts.iter().any(|at| batch.experts()[*at] == expert);
-        let part = batch.part(&compute.scratch, chosen);
-        match &answered.answer.outputs {
-            Outputs::Sums(theirs) => {
-                let mut ours = vec![0; batch.input.values().len()];
-                local.compute(compute, layer, &part, &mut ours, &mut || {})?;
-                let differs = |(row, theirs): (&u32, &[i64])| {
-                    ours[*row as usize * hidden..][..hidden] != *theirs
-                };
-                let mut sums = rows.iter().zip(theirs.chunks_exact(hidden));
-                Ok(sums.any(differs).then_some(Difference::Sum { layer }))
-            }
-            Outputs::Rows(outputs) => {
-                let theirs = outputs_of(batch, asked, answered, outputs, hidden);
-                let mut difference = None;
-                local.outputs(compute, layer, &part, &mut |rows, ours| {
-                    let of_expert =
-                        |(at, _): &&(usize, &[f32])| batch.experts()[*at] == rows.expert;
-                    let theirs = theirs.iter().find(of_expert).map_or(&[][..], |found| found.1);
-                    let found = Difference::between(layer, rows.expert, theirs, ours, hidden);
-                    difference = difference.take().or(found);
-                })?;
-                Ok(difference)
-            }
-        }
-    }
-}
-
-/// Outputs that count, with the places of their experts.
-fn outputs_of<'a>(
-    batch: &RoutedBatch<'_>,
-    asked: &[usize],
-    answered: &Answered,
-    mut outputs: &'a [f32],
-    hidden: usize,
-) -> Vec<(usize, &'a [f32])> {
-    let mut found = Vec::with_capacity(answered.experts.len());
-    for (at, status) in asked.iter().zip(&answered.answer.statuses) {
-        if *status == Status::Computed {
-            let (of_expert, rest) = outputs.split_at(batch.rows_of(*at).rows.len() * hidden);
-            outputs = rest;
-            if answered.experts.contains(at) {
-                found.push((*at, of_expert));
-            }
-        }
-    }
-    found
 }
 
 /// The number of distinct rows, where sums of them and weights for that are fewer bytes than

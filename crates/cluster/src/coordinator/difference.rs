@@ -31,7 +31,15 @@ impl fmt::Display for Difference {
     }
 }
 
+/// Largest difference, of an expert's size, with which a peer counts as nearly exact.
+const NEARLY: f64 = 1e-4;
+
 impl Difference {
+    /// Whether it is as small as another order of additions makes it.
+    pub fn is_small(&self) -> bool {
+        matches!(self, Difference::Expert { relative, .. } if *relative <= NEARLY)
+    }
+
     /// The difference of two lists of rows, if there is any.
     pub fn between(
         layer: usize,

@@ -11,6 +11,7 @@ pub mod fleet;
 mod hot;
 mod link;
 mod observe;
+mod outputs;
 pub mod placement;
 pub mod step;
 mod threads;
@@ -106,6 +107,11 @@ impl Coordinator {
     /// What was computed where.
     pub fn rows(&self) -> RowCounts {
         self.shared.core.rows()
+    }
+
+    /// Whether results may depend on who computed them.
+    pub fn is_inexact(&self) -> bool {
+        self.shared.core.is_inexact()
     }
 
     /// Experts that stay here because they are chosen most often.

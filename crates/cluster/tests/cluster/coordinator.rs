@@ -7,6 +7,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use cluster::coordinator::{Audit, Coordinator, CoordinatorOptions, Discovery, RowCounts, State};
+use cluster::session::coordinator::Version;
 use cluster::wire::secure::Policy;
 use cluster::worker::{Limits, Server, Stop, WorkerOptions, open};
 use container::{Config, HeldExperts};
@@ -110,6 +111,7 @@ pub fn coordinator_with(
         request_time: Duration::from_secs(20),
         key: None,
         version: None,
+        allow_inexact: false,
         partial_sums: false,
         hot_window_calls: 8,
         hedge: false,
@@ -250,6 +252,8 @@ fn a_worker_with_other_weights_of_the_same_shape_is_refused_by_name() {
 enum Then {
     /// Changes a bit of the last number of each.
     Lies,
+    /// The same, from the first one on, as a worker that adds in another order does.
+    IsNear,
     /// Says nothing any more.
     IsMute,
 }
@@ -272,7 +276,7 @@ fn between(worker: &str, honest: usize, then: Then) -> String {
                     // A reply of this size comes in one piece over a loopback.
                     if replies.fetch_add(1, Ordering::Relaxed) >= honest {
                         match then {
-                            Then::Lies => buffer[read - 4] ^= 1,
+                            Then::Lies | Then::IsNear => buffer[read - 4] ^= 1,
                             Then::IsMute => continue,
                         }
                     }
@@ -327,4 +331,28 @@ fn a_lying_worker_is_found_by_audit_and_what_it_answered_is_recomputed() {
     let liar = between(&worker.address, 4, Then::Lies);
     let (cluster, config, _) = coordinator("glm-dsa", &[&liar], |_| {});
     assert_ne!(sum(&cluster, &config, 3, 0), sum(&alone, &config, 3, 0));
+}
+
+#[test]
+fn a_nearly_exact_worker_of_version_1_is_used_when_that_is_allowed_and_answers_say_so() {
+    let worker = Worker::start(&fixture("glm-dsa"), Isa::detect());
+    for (allow_inexact, version, used) in [
+        (false, Version::One, false),
+        (true, Version::One, true),
+        // Peers of this program are exact or wrong.
+        (true, Version::Two, false),
+    ] {
+        // Preface and greeting come first in version 2.
+        let honest = if version == Version::One { 0 } else { 2 };
+        let near = between(&worker.address, honest, Then::IsNear);
+        let (cluster, config, said) = coordinator("glm-dsa", &[&near], |options| {
+            (options.allow_inexact, options.version) = (allow_inexact, Some(version));
+            options.audit = Audit::OneIn(1);
+        });
+        sum(&cluster, &config, 3, 1);
+        assert_eq!(cluster.rows().remote > 0, used, "{said:?}");
+        assert_eq!(cluster.is_inexact(), used);
+        let state = if used { State::Ready } else { State::Quarantined };
+        assert_eq!(cluster.peers()[0].state, state, "{said:?}");
+    }
 }

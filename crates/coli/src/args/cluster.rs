@@ -53,6 +53,10 @@ pub struct CoordinatorArgs {
     /// what passes
     #[arg(long, env = "COLI_ALLOW_PLAINTEXT", conflicts_with = "cluster_key")]
     pub allow_plaintext: bool,
+    /// Use workers of other programs whose outputs differ by no more than 1e-4 of their size.
+    /// Answers are then not exact, and marked so
+    #[arg(long, env = "COLI_ALLOW_INEXACT_PEERS")]
+    pub allow_inexact_peers: bool,
     /// Send routing weights along where workers' sums are fewer bytes than their outputs: where
     /// many of a row's experts are at one worker
     #[arg(long, env = "COLI_PARTIAL_SUMS")]

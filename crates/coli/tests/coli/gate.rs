@@ -152,6 +152,7 @@ pub fn with(model: &str, activations: Activations, workers: &[Worker], way: Way)
         request_time: REQUEST_TIME,
         key: way.encrypted.then(key),
         version: Some(way.version),
+        allow_inexact: false,
         partial_sums: way.sums,
         hot_window_calls: 8,
         hedge: false,

@@ -214,6 +214,7 @@ fn run(seed: u64) -> (&'static str, Activations, Outcome) {
         request_time: Duration::from_secs(10),
         key,
         version: None,
+        allow_inexact: false,
         partial_sums: noise.once_in(3),
         hot_window_calls: 4,
         hedge: noise.once_in(2),
