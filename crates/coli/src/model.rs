@@ -1,6 +1,6 @@
 //! Opening what the flags name.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use container::{Config, Family, Tokenizer};
@@ -65,9 +65,9 @@ fn ceiling() -> Option<u64> {
 /// otherwise; what was found is returned too.
 pub fn tuned_options(args: &EngineArgs) -> Result<(EngineOptions, Option<Found>), Failure> {
     let mut options = engine_options(args)?;
-    let found =
+    let mut found =
         (!args.no_tuned).then(|| tuned::find(&options.dirs, args.ram.or_else(ceiling))).flatten();
-    if let Some(found) = &found {
+    if let Some(found) = &mut found {
         let mut settings = found.settings.clone();
         settings.threads = args.threads.unwrap_or(settings.threads);
         settings.prefill_chunk = args.prefill_chunk.unwrap_or(settings.prefill_chunk);
@@ -78,6 +78,7 @@ pub fn tuned_options(args: &EngineArgs) -> Result<(EngineOptions, Option<Found>)
         let needs_reads = args.read_limit.is_some() || !args.mirror.is_empty();
         if needs_reads && settings.io == Some(IoMode::Mmap) {
             settings.io = args.io;
+            found.settings.io = None;
         }
         options = settings.apply(&options);
     }
@@ -129,6 +130,19 @@ pub fn engine_options(args: &EngineArgs) -> Result<EngineOptions, Failure> {
     })
 }
 
+/// Reads ahead by a table for a model: `top` experts of a layer, so many layers ahead.
+pub fn read_ahead_by(
+    file: &Path,
+    dir: &Path,
+    top: usize,
+    distance: usize,
+) -> Result<ReadAhead, Failure> {
+    let config = Config::load(dir)?;
+    let shape = RouteShape { layers: config.all_layers(), experts: config.moe.experts };
+    let table = Arc::new(Pairs::load(file, shape)?);
+    Ok(ReadAhead::Pairs { table, top, distance })
+}
+
 /// What `--prefetch` and its companions ask for.
 fn read_ahead(args: &EngineArgs) -> Result<ReadAhead, Failure> {
     let asked = match args.no_prefetch {
@@ -147,11 +161,7 @@ fn read_ahead(args: &EngineArgs) -> Result<ReadAhead, Failure> {
                     "--prefetch pairs needs --pairs FILE, a table of coli route pairs",
                 ));
             };
-            let config = Config::load(&dirs(&args.model)?[0])?;
-            let shape = RouteShape { layers: config.all_layers(), experts: config.moe.experts };
-            let table = Pairs::load(file, shape)?;
-            let (top, distance) = (args.pairs_top, args.pairs_distance);
-            Ok(ReadAhead::Pairs { table: Arc::new(table), top, distance })
+            read_ahead_by(file, &dirs(&args.model)?[0], args.pairs_top, args.pairs_distance)
         }
     }
 }

@@ -201,6 +201,7 @@ impl LocalExperts {
                 continue;
             }
             table.predict(layer, distance, experts, usize::MAX, workspace, likely);
+            likely.retain(|expert| cache.store().table().get((ahead as u32, *expert)).is_some());
             cache.retain_absent(ahead, likely, *top);
             cache.guess(ahead, likely);
         }

@@ -40,6 +40,8 @@ pub struct WorkerOptions {
     pub io: Option<IoMode>,
     /// Most bytes of experts read per second.
     pub read_limit: Option<u64>,
+    /// What is read before it is asked for: nothing, or by a table.
+    pub read_ahead: ReadAhead,
     /// The key, and whether peers without one are taken.
     pub policy: Policy,
 }
@@ -145,7 +147,7 @@ pub fn open(options: &WorkerOptions, compute: Compute) -> Result<Opened, OpenErr
     let store = ExpertStore::new(table, Reader::new(opened.files).limited(limit));
     let expert = match asked {
         IoMode::Mmap => 0,
-        _ => LocalExperts::in_flight_bytes(&store, &ReadAhead::Off) + largest,
+        _ => LocalExperts::in_flight_bytes(&store, &options.read_ahead) + largest,
     };
     if expert > ledger.free() {
         return Err(too_low(options, &model.config, expert));
@@ -153,7 +155,8 @@ pub fn open(options: &WorkerOptions, compute: Compute) -> Result<Opened, OpenErr
     let local = if asked == IoMode::Mmap {
         LocalExperts::mapped(store, &FileSet::open(&model.shards)?, &ledger)?
     } else {
-        let local = LocalOptions { read_ahead: ReadAhead::Off, ..LocalOptions::default() };
+        let read_ahead = options.read_ahead.clone();
+        let local = LocalOptions { read_ahead, ..LocalOptions::default() };
         LocalExperts::new(store, &ledger, local)?
     };
     let cache_bytes = local.capacity_bytes();

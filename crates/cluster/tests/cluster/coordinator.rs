@@ -12,8 +12,8 @@ use cluster::wire::secure::Policy;
 use cluster::worker::{Limits, Server, Stop, WorkerOptions, open};
 use container::{Config, HeldExperts};
 use experts::{
-    ByteClass, ExpertBackend, ExpertStore, FileSet, Ledger, LocalExperts, LocalOptions, Reader,
-    Route, RoutedBatch,
+    ByteClass, ExpertBackend, ExpertStore, FileSet, Ledger, LocalExperts, LocalOptions, ReadAhead,
+    Reader, Route, RoutedBatch,
 };
 use formats::Input;
 use numerics::{Activations, Compute, Isa, Team};
@@ -58,6 +58,7 @@ impl Worker {
             int8: true,
             io: None,
             read_limit: None,
+            read_ahead: ReadAhead::Off,
             policy: Policy { key: None, plain: true },
         };
         let opened = open(&options, compute(isa)).unwrap();

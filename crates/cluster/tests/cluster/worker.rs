@@ -14,7 +14,7 @@ use cluster::worker::{Limits, Opened, Server, Stop, Worker, WorkerOptions, open}
 use container::{HeldExperts, Model};
 use experts::load::{ExpertTable, LoadMemory, load_expert};
 use experts::reader::{AtOnce, PageBuffer};
-use experts::{FileSet, IoMode, Reader};
+use experts::{FileSet, IoMode, ReadAhead, Reader};
 use formats::{Input, expert_ffn};
 use numerics::{Activations, Isa, Team};
 
@@ -43,6 +43,7 @@ fn opened(dir: &Path, held: HeldExperts, io: IoMode, compute: numerics::Compute)
         int8: true,
         io: Some(io),
         read_limit: None,
+        read_ahead: ReadAhead::Off,
         policy: Policy { key: None, plain: true },
     };
     open(&options, compute).unwrap()
@@ -282,6 +283,7 @@ fn a_worker_needs_no_more_of_a_model_than_the_experts_that_it_holds() {
         int8: true,
         io: None,
         read_limit: None,
+        read_ahead: ReadAhead::Off,
         policy: Policy { key: None, plain: true },
     };
     let error = open(&options, compute_here()).err().unwrap().to_string();

@@ -127,6 +127,9 @@ pub struct WorkerArgs {
     /// How experts are read, as in coli run
     #[arg(long, value_name = "MODE", env = "COLI_IO", value_parser = parse_io)]
     pub io: Option<IoMode>,
+    /// Read experts that most often followed the last ones, by a table of coli route pairs
+    #[arg(long, value_name = "FILE", env = "COLI_PAIRS")]
+    pub pairs: Option<PathBuf>,
     /// Most GB (10^9 bytes) of experts read per second
     #[arg(long, value_name = "GB/S", env = "COLI_READ_LIMIT", value_parser = parse_rate,
           allow_negative_numbers = true)]

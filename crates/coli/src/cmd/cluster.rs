@@ -12,6 +12,7 @@ use cluster::registry::{Client, HEARTBEAT_EVERY, Registration, ServerOptions, se
 use cluster::wire::secure::{Key, Policy};
 use cluster::worker::{Counts, Server, Stop, WorkerOptions, open};
 use container::{HeldExperts, TensorClass};
+use experts::ReadAhead;
 use models::Int8Classes;
 use numerics::NUMERICS_VERSION;
 use runtime::machine::Machine;
@@ -23,6 +24,9 @@ use crate::{Outcome, key, model, output, workers};
 
 /// Port of a worker when none is given.
 const WORKER_PORT: u16 = 9100;
+/// Experts of a layer that are read ahead by a table, and layers ahead.
+const PAIRS_TOP: usize = 4;
+const PAIRS_DISTANCE: usize = 1;
 /// Environment name of the port, kept from other programs of this protocol.
 const WORKER_PORT_VARIABLE: &str = "CLUSTER_WORKER_PORT";
 
@@ -75,6 +79,10 @@ fn worker(args: &WorkerArgs) -> Outcome {
     let unknown = "the system does not say how much memory is free; give --ram";
     let dirs = model::dirs(&args.model)?;
     let name = dirs[0].file_name().unwrap_or(dirs[0].as_os_str()).to_string_lossy().into_owned();
+    let read_ahead = match &args.pairs {
+        Some(file) => model::read_ahead_by(file, &dirs[0], PAIRS_TOP, PAIRS_DISTANCE)?,
+        None => ReadAhead::Off,
+    };
     let options = WorkerOptions {
         dirs,
         held: HeldExperts {
@@ -86,6 +94,7 @@ fn worker(args: &WorkerArgs) -> Outcome {
         int8: Int8Classes::default().contains(TensorClass::Experts),
         io: args.io,
         read_limit: args.read_limit,
+        read_ahead,
         policy: policy.clone(),
     };
     let opened = open(&options, compute).map_err(|error| Failure::usage(error.to_string()))?;

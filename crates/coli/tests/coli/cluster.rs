@@ -62,8 +62,13 @@ impl Drop for Worker {
 #[test]
 fn workers_at_every_level_and_reader_answer_with_the_same_bits() {
     let model = hummingbird();
+    let dir = tempfile::tempdir().unwrap();
+    let pairs = dir.path().join("pairs");
+    let trace = crate::support::root().join("fixtures/routes/hummingbird-code.txt");
+    run(&["route", "pairs", "--trace", arg(&trace), "--out", arg(&pairs)]).expect(0);
     let answers = [
         &["--isa", "scalar", "--threads", "1"][..],
+        &["--ram", "0.08", "--layers", "1-7", "--experts", "3-9", "--pairs", arg(&pairs)],
         &["--threads", "2", "--io", "direct"],
         &["--io", "buffered", "--layers", "2-7", "--experts", "3-9"],
         &["--ram", "0.08", "--read-limit", "0.5"],

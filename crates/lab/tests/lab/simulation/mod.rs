@@ -25,7 +25,7 @@ use cluster::worker::{Worker, WorkerOptions, open};
 use container::HeldExperts;
 use experts::{ExpertBackend, ExpertError, ExpertStats, ReadAhead, RoutedBatch};
 use numerics::{Activations, Compute, Isa, Team};
-use runtime::{Engine, EngineOptions, Fingerprint, Want};
+use runtime::{Engine, EngineOptions, Fingerprint, StepError, Want};
 
 use self::world::{Faults, Happened, Node, Noise, World};
 
@@ -73,8 +73,8 @@ impl ExpertBackend for Simulated {
     }
 }
 
-/// Fingerprint of the logits of some tokens, a few of them fed one by one.
-fn fingerprint(options: &EngineOptions) -> String {
+/// Fingerprint of the logits of some tokens, a few of them fed one by one, or why there are none.
+fn fingerprint(options: &EngineOptions) -> Result<String, StepError> {
     let engine = Engine::open(options, &mut |_, _| {}).unwrap();
     let vocab = engine.config().vocab_size as u32;
     let tokens: Vec<u32> = (0..16).map(|i| (i * 7919 + 11) % vocab).collect();
@@ -83,9 +83,9 @@ fn fingerprint(options: &EngineOptions) -> String {
     let (prompt, rest) = tokens.split_at(9);
     for tokens in std::iter::once(prompt).chain(rest.chunks(1)) {
         let mut each = |hidden: &[f32]| engine.each_logits(hidden, |row| fingerprint.add(row));
-        engine.prefill(&mut session, tokens, Want::All, &mut each, &mut |_| true).unwrap();
+        engine.prefill(&mut session, tokens, Want::All, &mut each, &mut |_| true)?;
     }
-    fingerprint.hex()
+    Ok(fingerprint.hex())
 }
 
 fn options(model: &str, activations: Activations) -> EngineOptions {
@@ -106,7 +106,7 @@ fn alone(model: &'static str, activations: Activations) -> String {
     if let Some(known) = known.lock().unwrap().get(&key) {
         return known.clone();
     }
-    let found = fingerprint(&options(model, activations));
+    let found = fingerprint(&options(model, activations)).unwrap();
     known.lock().unwrap().insert(key, found.clone());
     found
 }
@@ -130,6 +130,7 @@ fn worker(model: &'static str, activations: Activations, part: usize) -> Arc<Wor
             int8: true,
             io: None,
             read_limit: None,
+            read_ahead: ReadAhead::Off,
             policy: Policy { key: None, plain: true },
         };
         let isa = if part == 0 { Isa::detect() } else { Isa::SCALAR };
@@ -142,7 +143,8 @@ fn worker(model: &'static str, activations: Activations, part: usize) -> Arc<Wor
 /// What a seed did.
 #[derive(Debug, PartialEq)]
 struct Outcome {
-    fingerprint: String,
+    /// Or why there is none.
+    fingerprint: Result<String, String>,
     rows: RowCounts,
     happened: Happened,
     /// Experts that stayed with the coordinator at the end.
@@ -152,8 +154,16 @@ struct Outcome {
 
 /// A cluster and what happens to it.
 fn run(seed: u64) -> (&'static str, Activations, Outcome) {
+    run_with(seed, None)
+}
+
+/// The same with a coordinator that has its own files, of the model that they are of.
+fn run_with(seed: u64, own: Option<(&'static str, &Path)>) -> (&'static str, Activations, Outcome) {
     let mut noise = Noise::new(seed);
-    let (model, other) = MODELS[noise.below(4) as usize];
+    let (mut model, mut other) = MODELS[noise.below(4) as usize];
+    if let Some((name, _)) = own {
+        (model, other) = (name, name);
+    }
     let activations = if noise.once_in(3) { Activations::F32 } else { Activations::Int8 };
     let opposite = match activations {
         Activations::F32 => Activations::Int8,
@@ -190,15 +200,18 @@ fn run(seed: u64) -> (&'static str, Activations, Outcome) {
             1 => Policy { key: None, plain: true },
             _ => Policy { plain: key.is_none(), key: key.clone() },
         };
-        let mut node = Node::new(models, policy, version);
+        let mut node = Node::new(format!("worker-{at}:9100"), models, policy, version);
         if noise.once_in(6) {
             has_liar = true;
             node.honest = Some(2 + noise.below(20));
         }
         node.is_up = !noise.once_in(10);
-        (format!("worker-{at}:9100"), node)
+        node
     };
-    let (workers, nodes): (Vec<String>, Vec<Node>) = (0..count).map(&mut node).unzip();
+    let nodes: Vec<Node> = (0..count).map(&mut node).collect();
+    // Some are named, others are listed by a registry later.
+    let named = count - noise.below(3).min(count as u64) as usize;
+    let workers: Vec<String> = nodes.iter().take(named).map(|node| node.name.clone()).collect();
     let said = Arc::new(Mutex::new(Vec::new()));
     let notes = said.clone();
     let audit = match (has_liar, noise.below(4)) {
@@ -232,9 +245,10 @@ fn run(seed: u64) -> (&'static str, Activations, Outcome) {
             keep.set(world.clone()).map_err(|_| "made twice".to_owned())?;
             Ok(Box::new(Simulated(world)) as Box<dyn ExpertBackend>)
         })),
+        dirs: vec![own.map_or_else(|| fixture(model), |(_, dir)| dir.to_owned())],
         ..options(model, activations)
     };
-    let fingerprint = fingerprint(&with);
+    let fingerprint = fingerprint(&with).map_err(|error| error.to_string());
     let world = made.get().unwrap();
     let (rows, happened) = (world.core().rows(), world.happened());
     let said = std::mem::take(&mut *said.lock().unwrap());
@@ -258,7 +272,11 @@ fn whatever_happens_to_workers_the_logits_are_those_of_this_machine() {
     for seed in seeds.clone() {
         let (model, activations, outcome) = run(seed);
         let want = alone(model, activations);
-        assert_eq!(outcome.fingerprint, want, "seed {seed}, {model}, {activations}: {outcome:#?}");
+        assert_eq!(
+            outcome.fingerprint.as_ref(),
+            Ok(&want),
+            "seed {seed}, {model}, {activations}: {outcome:#?}"
+        );
         rows.remote += outcome.rows.remote;
         rows.local += outcome.rows.local;
         rows.failed_over += outcome.rows.failed_over;
@@ -305,4 +323,40 @@ fn a_seed_does_the_same_each_time() {
     for seed in 1000..1010 {
         assert_eq!(run(seed).2, run(seed).2, "seed {seed}");
     }
+}
+
+#[test]
+fn a_request_that_nobody_can_serve_fails_by_name_and_any_other_is_exact() {
+    // The coordinator's copy of one expert is damaged: only workers can compute it.
+    let dir = tempfile::tempdir().unwrap();
+    let native = dir.path().join("native");
+    let source = [fixture("glm-int4-g32")];
+    let choice = lab::plan::Choice::default();
+    let layout = container::Layout::R16k4;
+    let size = lab::convert::SHARD_BYTES;
+    let conversion =
+        lab::convert::Conversion::plan(&source, &native, &choice, layout, size, 1).unwrap();
+    conversion.run(&mut |_, _| {}).unwrap();
+    let opened = container::Model::open(std::slice::from_ref(&native)).unwrap();
+    let (layer, expert, record) = opened.shards.records().iter().next().unwrap();
+    let path = opened.shards.path(record.file).to_owned();
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes[record.offset as usize + 100] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let named = format!("layer {layer}, expert {expert}");
+    let (mut served, mut failed) = (0, 0);
+    for seed in 5000..5150 {
+        let (model, activations, outcome) = run_with(seed, Some(("glm-int4-g32", &native)));
+        match &outcome.fingerprint {
+            Ok(found) => {
+                assert_eq!(*found, alone(model, activations), "seed {seed}: {outcome:#?}");
+                served += 1;
+            }
+            Err(why) => {
+                assert!(why.contains(&named), "seed {seed}: {why}");
+                failed += 1;
+            }
+        }
+    }
+    assert!(served >= 5 && failed >= 5, "{served} served, {failed} failed");
 }

@@ -62,6 +62,7 @@ pub struct Faults {
 
 /// One worker and its connection.
 pub struct Node {
+    pub name: String,
     /// What it may come up with, the first at first.
     pub models: Vec<Arc<Worker>>,
     pub policy: Policy,
@@ -85,8 +86,9 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new(models: Vec<Arc<Worker>>, policy: Policy, version: Version) -> Node {
+    pub fn new(name: String, models: Vec<Arc<Worker>>, policy: Policy, version: Version) -> Node {
         Node {
+            name,
             models,
             policy,
             version,
@@ -116,6 +118,8 @@ enum Event {
     Replied(Vec<u8>),
     Cut,
     Restart,
+    /// The registry lists it.
+    Listed,
 }
 
 /// What happened, in numbers; also shows that a seed does the same each time.
@@ -167,8 +171,16 @@ impl World {
         let world = World { core, base: Instant::now(), faults, state: Mutex::new(state) };
         {
             let state = &mut *world.state.lock().unwrap();
+            let known = world.core.fleet().peers().len();
+            let mut at = Duration::ZERO;
             for node in 0..state.nodes.len() {
-                state.later(Duration::ZERO, node, 0, Event::Connect);
+                // Those that nobody named are listed later, one after another.
+                if node < known {
+                    state.later(Duration::ZERO, node, 0, Event::Connect);
+                } else {
+                    at += Duration::from_micros(state.noise.below(1_500_000));
+                    state.later(at, node, 0, Event::Listed);
+                }
             }
         }
         // As the program waits for its workers.
@@ -220,7 +232,7 @@ impl State {
         let (node, connection, event) = self.events.remove(&number).unwrap();
         self.now = at;
         let current = self.nodes[node].connection;
-        let is_of_node = matches!(event, Event::Connect | Event::Restart);
+        let is_of_node = matches!(event, Event::Connect | Event::Restart | Event::Listed);
         if connection != current && !is_of_node {
             return true;
         }
@@ -229,6 +241,11 @@ impl State {
         match event {
             Event::Connect => world.connect(),
             Event::Restart => world.restart(),
+            Event::Listed => {
+                let name = world.node().name.clone();
+                assert_eq!(core.fleet().add(&name), node);
+                world.connect();
+            }
             Event::Cut => world.cut("the connection broke"),
             Event::JoinDeadline => {
                 if !world.node().is_ready {
