@@ -1,11 +1,11 @@
 //! What a peer must agree with before it is used, and what it tells about itself besides.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use container::Config;
-use container::config::MAX_ROUTED_EXPERTS;
+use container::config::{MAX_ROUTED_EXPERTS, half_hash};
+use container::{Config, LayerKind};
+use experts::LocalExperts;
 use experts::cache::Key as ExpertKey;
-use experts::load::ExpertTable;
 use numerics::{Activations, NUMERICS_VERSION};
 use serde::{Deserialize, Serialize};
 
@@ -159,23 +159,66 @@ impl Facts {
     }
 }
 
+/// What is known of an expert.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Identity {
+    /// Nothing more.
+    Unknown,
+    /// A hash over all of it, recorded with it.
+    Whole([u8; 16]),
+    /// A hash over a sample of it.
+    Sample([u8; 16]),
+}
+
+impl Identity {
+    /// The number that stands for the kind in a greeting, and the hash.
+    fn parts(&self) -> (u32, Option<&[u8; 16]>) {
+        match self {
+            Identity::Unknown => (0, None),
+            Identity::Whole(hash) => (1, Some(hash)),
+            Identity::Sample(hash) => (2, Some(hash)),
+        }
+    }
+}
+
+/// Experts of a model that are sampled where they have no hashes.
+const SAMPLED: usize = 64;
+
+/// The experts that are sampled, the same on every machine.
+fn sampled(config: &Config) -> BTreeSet<ExpertKey> {
+    let layers = (0..config.all_layers())
+        .filter(|layer| config.layer_kind(*layer) == Some(LayerKind::Sparse));
+    let keys = layers
+        .flat_map(|layer| (0..config.moe.experts).map(move |expert| (layer as u32, expert as u32)));
+    let drawn = |key: ExpertKey| (half_hash(format!("{}.{}", key.0, key.1).as_bytes()), key);
+    let mut keys: Vec<_> = keys.map(drawn).collect();
+    keys.sort_unstable();
+    keys.into_iter().take(SAMPLED).map(|(_, key)| key).collect()
+}
+
 /// Which experts a machine holds, and what each is.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Holdings {
-    experts: BTreeMap<ExpertKey, Option<[u8; 16]>>,
+    experts: BTreeMap<ExpertKey, Identity>,
 }
 
 impl Holdings {
-    /// The experts of a table.
-    pub fn of(table: &ExpertTable) -> Holdings {
-        let keys = table.keys();
-        let experts = keys.map(|key| (key, table.get(key).and_then(|source| source.identity())));
-        Holdings { experts: experts.collect() }
+    /// The experts of this machine. Of some that have no hashes a sample is read.
+    pub fn of(local: &LocalExperts, config: &Config) -> Holdings {
+        let (table, sampled) = (local.table(), sampled(config));
+        let identity = |key: ExpertKey| match table.get(key).and_then(|source| source.identity()) {
+            Some(hash) => Identity::Whole(hash),
+            None if sampled.contains(&key) => {
+                local.sampled_identity(key).map_or(Identity::Unknown, Identity::Sample)
+            }
+            None => Identity::Unknown,
+        };
+        Holdings { experts: table.keys().map(|key| (key, identity(key))).collect() }
     }
 
     /// Experts of which nothing more is known.
     pub fn of_keys(keys: impl IntoIterator<Item = ExpertKey>) -> Holdings {
-        Holdings { experts: keys.into_iter().map(|key| (key, None)).collect() }
+        Holdings { experts: keys.into_iter().map(|key| (key, Identity::Unknown)).collect() }
     }
 
     /// Takes an expert out.
@@ -203,36 +246,42 @@ impl Holdings {
         self.experts.keys().copied()
     }
 
-    /// The first expert that both know and that is not the same; else how many were compared.
+    /// The first expert that both know in the same way and that is not the same; else of how many
+    /// the whole was compared.
     pub fn compare(&self, other: &Holdings) -> Result<usize, ExpertKey> {
         let mut compared = 0;
         for (key, theirs) in &other.experts {
-            let ours = self.experts.get(key).copied().flatten();
-            if let (Some(ours), Some(theirs)) = (ours, theirs) {
-                if ours != *theirs {
-                    return Err(*key);
+            match (self.experts.get(key), theirs) {
+                (Some(Identity::Whole(ours)), Identity::Whole(theirs)) if ours == theirs => {
+                    compared += 1;
                 }
-                compared += 1;
+                (Some(Identity::Sample(ours)), Identity::Sample(theirs)) if ours == theirs => {}
+                (Some(Identity::Whole(_)), Identity::Whole(_))
+                | (Some(Identity::Sample(_)), Identity::Sample(_)) => return Err(*key),
+                _ => {}
             }
         }
         Ok(compared)
     }
 
-    /// Appends runs of experts: layer, first expert, number, whether hashes follow, hashes.
+    /// Appends runs of experts: layer, first expert, number, kind of what is known, hashes if any.
     fn put(&self, out: &mut Vec<u8>) {
         let mut rest = self.experts.iter().peekable();
-        while let Some(((layer, first), hash)) = rest.next() {
-            let mut hashes = vec![hash];
-            while let Some((_, hash)) = rest.next_if(|((l, e), next)| {
-                l == layer && *e == first + hashes.len() as u32 && next.is_some() == hash.is_some()
+        while let Some(((layer, first), identity)) = rest.next() {
+            let (kind, hash) = identity.parts();
+            let mut count = 1;
+            let mut hashes: Vec<&[u8; 16]> = Vec::new();
+            hashes.extend(hash);
+            while let Some((_, next)) = rest.next_if(|((l, e), next)| {
+                l == layer && *e == first + count && next.parts().0 == kind
             }) {
-                hashes.push(hash);
+                hashes.extend(next.parts().1);
+                count += 1;
             }
-            let known = u32::from(hash.is_some());
-            for number in [*layer, *first, hashes.len() as u32, known] {
+            for number in [*layer, *first, count, kind] {
                 out.extend_from_slice(&number.to_le_bytes());
             }
-            hashes.into_iter().flatten().for_each(|hash| out.extend_from_slice(hash));
+            hashes.into_iter().for_each(|hash| out.extend_from_slice(hash));
         }
     }
 
@@ -249,11 +298,11 @@ impl Holdings {
             let is_within = layer < shape.layers
                 && first < shape.experts
                 && (1..=shape.experts - first).contains(&count)
-                && known <= 1;
+                && known <= 2;
             if !is_within {
                 return Err(malformed("holdings name experts that the model does not have"));
             }
-            let hashes = rest.split_at_checked(count as usize * known as usize * 16);
+            let hashes = rest.split_at_checked(count as usize * known.min(1) as usize * 16);
             let (hashes, after) = hashes.ok_or(malformed("holdings end too early"))?;
             rest = after;
             if holdings.len() + count as usize > MAX_ROUTED_EXPERTS {
@@ -261,7 +310,12 @@ impl Holdings {
             }
             let mut hashes = hashes.as_chunks::<16>().0.iter();
             for expert in first..first + count {
-                if holdings.experts.insert((layer, expert), hashes.next().copied()).is_some() {
+                let identity = match (known, hashes.next()) {
+                    (1, Some(hash)) => Identity::Whole(*hash),
+                    (2, Some(hash)) => Identity::Sample(*hash),
+                    _ => Identity::Unknown,
+                };
+                if holdings.experts.insert((layer, expert), identity).is_some() {
                     return Err(malformed("holdings name an expert twice"));
                 }
             }
@@ -311,7 +365,12 @@ mod tests {
 
     fn holdings(experts: &[(u32, u32, Option<u8>)]) -> Holdings {
         let expert = |(layer, expert, hash): &(u32, u32, Option<u8>)| {
-            ((*layer, *expert), hash.map(|byte| [byte; 16]))
+            let identity = match hash {
+                None => Identity::Unknown,
+                Some(byte) if *byte >= 200 => Identity::Sample([*byte; 16]),
+                Some(byte) => Identity::Whole([*byte; 16]),
+            };
+            ((*layer, *expert), identity)
         };
         Holdings { experts: experts.iter().map(expert).collect() }
     }
@@ -321,7 +380,7 @@ mod tests {
         for experts in [
             &[][..],
             &[(1, 0, Some(1)), (1, 1, Some(2)), (1, 3, Some(3)), (2, 4, None), (2, 5, None)],
-            &[(8, 18, None), (8, 19, Some(7))],
+            &[(8, 16, Some(201)), (8, 17, Some(202)), (8, 18, None), (8, 19, Some(7))],
         ] {
             let holdings = holdings(experts);
             let mut bytes = Vec::new();
@@ -343,7 +402,7 @@ mod tests {
             [0, 19, 2, 0],
             [0, 0, 0, 0],
             [0, 1, u32::MAX, 1],
-            [0, 0, 1, 2],
+            [0, 0, 1, 3],
         ] {
             let bytes: Vec<u8> = run.iter().flat_map(|number| number.to_le_bytes()).collect();
             assert!(Holdings::parse(&bytes, &SHAPE).is_err(), "{run:?}");
@@ -360,5 +419,9 @@ mod tests {
         assert_eq!(ours.compare(&theirs), Ok(1));
         let wrong = holdings(&[(1, 0, Some(1)), (1, 1, Some(3))]);
         assert_eq!(ours.compare(&wrong), Err((1, 1)));
+        // A sample says nothing about a whole.
+        let ours = holdings(&[(1, 0, Some(1)), (1, 1, Some(201))]);
+        assert_eq!(ours.compare(&holdings(&[(1, 0, Some(200)), (1, 1, Some(201))])), Ok(0));
+        assert_eq!(ours.compare(&holdings(&[(1, 1, Some(202))])), Err((1, 1)));
     }
 }

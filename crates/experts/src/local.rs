@@ -12,7 +12,7 @@ use crate::backend::{
     ExpertBackend, ExpertError, ExpertRows, ExpertStats, FEW_EXPERTS, RoutedBatch,
 };
 use crate::cache::counters::Tier;
-use crate::cache::{CacheOptions, ExpertCache, Lease, Wanted};
+use crate::cache::{CacheOptions, ExpertCache, Key, Lease, Wanted};
 use crate::ledger::{ByteClass, Ledger, LedgerError, Reservation};
 use crate::load::ExpertTable;
 use crate::mapped::MappedExperts;
@@ -205,6 +205,12 @@ impl LocalExperts {
             cache.retain_absent(ahead, likely, *top);
             cache.guess(ahead, likely);
         }
+    }
+
+    /// What an expert is by a sample of its bytes, which are read; `None` where that is not known.
+    pub fn sampled_identity(&self, key: Key) -> Option<[u8; 16]> {
+        let store = self.cache()?.store();
+        store.table().get(key)?.sampled_identity(store.reader())
     }
 
     /// The cache; `None` when experts are computed where they lie.

@@ -223,7 +223,7 @@ impl Core {
                 threads: compute.team.threads() as u32,
                 ..Facts::new(config, compute.activations)
             },
-            holdings: Arc::new(Holdings::of(local.table())),
+            holdings: Arc::new(Holdings::of(&local, config)),
             shape: Shape::of(config),
             key: options.key.clone(),
         };

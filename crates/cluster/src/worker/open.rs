@@ -160,7 +160,7 @@ pub fn open(options: &WorkerOptions, compute: Compute) -> Result<Opened, OpenErr
         LocalExperts::new(store, &ledger, local)?
     };
     let cache_bytes = local.capacity_bytes();
-    let holdings = Holdings::of(local.table());
+    let holdings = Holdings::of(&local, &model.config);
     let facts = Facts {
         isa: compute.isa.level().to_string(),
         threads: compute.team.threads() as u32,

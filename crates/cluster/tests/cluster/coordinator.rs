@@ -240,12 +240,23 @@ fn a_worker_that_never_greets_is_not_waited_for_longer_than_a_request() {
 fn a_worker_with_other_weights_of_the_same_shape_is_refused_by_name() {
     let other = Worker::start(&fixture("glm-int8-row"), Isa::detect());
     let (_, alone) = local("glm-int4-g32");
-    let (cluster, config, said) = coordinator("glm-int4-g32", &[&other.address], |_| {});
-    assert_eq!(cluster.peers()[0].state, State::Quarantined);
-    assert_eq!(sum(&cluster, &config, 5, 2), sum(&alone, &config, 5, 2));
-    assert_eq!(cluster.rows().remote, 0);
-    let said = said.lock().unwrap();
-    assert!(said[0].contains(&other.address) && said[0].contains("differs"), "{said:?}");
+    // By samples of its weights, and by its outputs where it says nothing of its weights.
+    for (version, what) in [(Version::Two, "has other weights"), (Version::One, "differs")] {
+        let (cluster, config, said) = coordinator("glm-int4-g32", &[&other.address], |options| {
+            options.version = Some(version)
+        });
+        let state = cluster.peers()[0].state.clone();
+        match version {
+            Version::Two => assert!(matches!(state, State::Sick { .. }), "{state:?}"),
+            Version::One => assert_eq!(state, State::Quarantined),
+        }
+        assert_eq!(sum(&cluster, &config, 5, 2), sum(&alone, &config, 5, 2));
+        assert_eq!(cluster.rows().remote, 0);
+        let said = said.lock().unwrap();
+        assert!(said[0].contains(&other.address) && said[0].contains(what), "{said:?}");
+        // How another program comes close is said where it may be one.
+        assert_eq!(said[0].contains("IDOT=0"), version == Version::One);
+    }
 }
 
 /// What a worker in the middle does after some pieces of answers.

@@ -283,7 +283,7 @@ fn a_worker_with_other_weights_arithmetic_or_activations_is_refused_before_any_t
     let plain = fixture("glm-int4-g32");
     for (model, theirs, activations, what) in [
         (&right, &flipped, "int8", "has other weights at the worker"),
-        (&plain, &fixture("glm-int8-row"), "int8", "differs from this machine's"),
+        (&plain, &fixture("glm-int8-row"), "int8", "has other weights at the worker"),
         (&right, &right, "f32", "--activations"),
         (&right, &fixture("glm-groups"), "int8", "both must have the same model"),
     ] {

@@ -12,8 +12,10 @@ use smallvec::SmallVec;
 
 use super::{LoadError, check_tag};
 use crate::cache::Key;
-use crate::reader::{FileSet, IoMode, PAGE_BYTES, Pace, PageBuffer, Reader};
+use crate::reader::{AtOnce, FileSet, IoMode, PAGE_BYTES, Pace, PageBuffer, Reader};
 
+/// Bytes of a matrix that a sample of an expert has.
+pub const SAMPLE_BYTES: usize = 256;
 /// Bytes between two parts of an expert that are read with them rather than apart.
 const GAP_BYTES: u64 = 64 << 10;
 
@@ -136,6 +138,25 @@ impl ExpertSource {
             text.extend_from_slice(format!("{name} {format} {rows} {cols}\n").as_bytes());
         }
         text.extend_from_slice(&blake3);
+        Some(half_hash(&text))
+    }
+
+    /// What the expert is by a sample: the first half of the BLAKE3 of formats, shapes and the
+    /// first [`SAMPLE_BYTES`] of the weights of each matrix, which are read. `None` where weights
+    /// are not stored row by row, or cannot be read.
+    pub fn sampled_identity(&self, reader: &Reader) -> Option<[u8; 16]> {
+        let mut text = Vec::with_capacity(1024);
+        for (at, desc) in self.desc.matrices().into_iter().enumerate() {
+            let Stored::Canonical { weights, .. } = &self.matrices[at] else { return None };
+            let read = &self.reads[weights.read];
+            let len = weights.len.min(SAMPLE_BYTES);
+            let mut buffer = PageBuffer::zeroed(PageBuffer::bytes_for(reader.span_bytes(len)));
+            let offset = read.offset + weights.at as u64;
+            let skip = reader.read_span(read.file, offset, len, &mut buffer, &mut AtOnce).ok()?;
+            let (format, rows, cols) = (desc.format(), desc.rows(), desc.cols());
+            text.extend_from_slice(format!("sample {format} {rows} {cols}\n").as_bytes());
+            text.extend_from_slice(&buffer[skip..skip + len]);
+        }
         Some(half_hash(&text))
     }
 
