@@ -29,6 +29,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const FIRST_TIME: Duration = Duration::from_secs(60);
 /// Time for telling a peer that the worker ends: what rests takes it at once.
 const DRAIN_TIME: Duration = Duration::from_millis(50);
+/// Small answers that a peer may leave untaken.
+const UNREAD_MAX: u32 = 1024;
 /// Experts of which is said that they could not be computed, at most.
 const FAILED_MAX: usize = 1000;
 /// Time after which the reason of an end is said again.
@@ -46,6 +48,8 @@ enum End {
     Tcp(#[from] TcpError),
     #[error("others send large requests; it was not taken in time")]
     Busy,
+    #[error("it does not take the answers to what it asks")]
+    Unread,
     #[error("its request failed: {0}")]
     Failed(ExpertError),
 }
@@ -332,7 +336,8 @@ impl Server {
 fn serve(shared: &Shared, id: u64, connection: &Connection, peer: SocketAddr) {
     let ended = thread::scope(|scope| {
         let (jobs, queue) = sync_channel(1);
-        let mut peer = Peer { shared, id, connection, jobs: Some(jobs), queue: Some(queue) };
+        let (jobs, queue) = (Some(jobs), Some(queue));
+        let mut peer = Peer { shared, id, connection, jobs, queue, unread: 0 };
         let ended = peer.read(|queue| {
             let compute = move || compute(shared, id, connection, &queue);
             let name = "coli-peer-compute".to_owned();
@@ -389,6 +394,8 @@ struct Peer<'a> {
     jobs: Option<SyncSender<Job<'a>>>,
     /// Until somebody computes.
     queue: Option<Receiver<Job<'a>>>,
+    /// Small answers since nothing was left to write.
+    unread: u32,
 }
 
 impl<'a> Peer<'a> {
@@ -454,15 +461,22 @@ impl<'a> Peer<'a> {
     }
 
     /// Has what the session has to say written.
-    fn say(&self) -> Result<(), End> {
+    fn say(&mut self) -> Result<(), End> {
         let Peer { shared, connection, .. } = *self;
         if self.queue.is_some() {
             // Nobody else writes yet.
             return Ok(connection.flush(|bytes| shared.limits.time_for(bytes))?);
         }
-        if connection.session().has_outgoing()
-            && let Some(jobs) = &self.jobs
-        {
+        if !connection.session().has_outgoing() {
+            self.unread = 0;
+            return Ok(());
+        }
+        // Nothing else bounds what a peer asks for and does not take.
+        self.unread += 1;
+        if self.unread > UNREAD_MAX {
+            return Err(End::Unread);
+        }
+        if let Some(jobs) = &self.jobs {
             // Whoever has something to do looks when it is done.
             let _ = jobs.try_send(Job::Flush);
         }
@@ -530,7 +544,7 @@ impl<'a> Peer<'a> {
     }
 
     /// Answers that nothing was computed, and why.
-    fn answer_none(&self, id: u64, request: &Compute, status: ItemStatus) -> Result<(), End> {
+    fn answer_none(&mut self, id: u64, request: &Compute, status: ItemStatus) -> Result<(), End> {
         let statuses = vec![status; request.experts.len()];
         let outputs =
             if request.sums { Outputs::Sums(Vec::new()) } else { Outputs::Rows(Vec::new()) };

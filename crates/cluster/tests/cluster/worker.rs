@@ -433,3 +433,18 @@ fn an_expert_whose_row_is_no_number_fails_alone() {
     let unwanted = worker.answer(&request(good, false), Instant::now(), || false, &mut |_| {});
     assert_eq!(unwanted.statuses, [Status::Cancelled; 3]);
 }
+
+#[test]
+fn a_peer_that_asks_for_ever_and_takes_nothing_is_ended() {
+    let worker = worker("olmoe-mha", Isa::detect(), Activations::Int8);
+    let mut pings = Vec::new();
+    (0..4096).for_each(|id| put_frame(&mut pings, Kind::Ping, id, &[]));
+    let first = greeted(&worker, &[]);
+    let said = serving(worker, Limits::new(1 << 20), |_, connect| {
+        let mut stream = connect();
+        stream.write_all(&first).unwrap();
+        // Far more than sockets hold.
+        while stream.write_all(&pings).is_ok() {}
+    });
+    assert!(said.iter().any(|said| said.contains("does not take")), "{said:?}");
+}
