@@ -15,7 +15,7 @@ use crate::cache::Key;
 use crate::reader::{AtOnce, FileSet, IoMode, PAGE_BYTES, Pace, PageBuffer, Reader};
 
 /// Bytes of a matrix that a sample of an expert has.
-pub const SAMPLE_BYTES: usize = 256;
+const SAMPLE_BYTES: usize = 256;
 /// Bytes between two parts of an expert that are read with them rather than apart.
 const GAP_BYTES: u64 = 64 << 10;
 
@@ -142,7 +142,7 @@ impl ExpertSource {
     }
 
     /// What the expert is by a sample: the first half of the BLAKE3 of formats, shapes and the
-    /// first [`SAMPLE_BYTES`] of the weights of each matrix, which are read. `None` where weights
+    /// first 256 bytes of the weights of each matrix, which are read. `None` where weights
     /// are not stored row by row, or cannot be read.
     pub fn sampled_identity(&self, reader: &Reader) -> Option<[u8; 16]> {
         let mut text = Vec::with_capacity(1024);
