@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use container::config::{MAX_ROUTED_EXPERTS, half_hash};
-use container::{Config, LayerKind};
+use container::{Config, LayerKind, hex};
 use experts::LocalExperts;
 use experts::cache::Key as ExpertKey;
 use numerics::{Activations, NUMERICS_VERSION};
@@ -18,7 +18,7 @@ pub(crate) const FACTS_BYTES_MAX: usize = 32 << 10;
 const RUN_HEAD: usize = 16;
 
 /// A machine's model and arithmetic, and what it is otherwise.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Facts {
     /// Version of the arithmetic.
     pub numerics: u32,
@@ -77,23 +77,16 @@ pub struct Mismatch {
 impl Facts {
     /// Those of a model on this machine; what it is otherwise is to be filled in.
     pub fn new(config: &Config, activations: Activations) -> Facts {
-        let model = config.identity().iter().map(|byte| format!("{byte:02x}")).collect();
         let shape = Shape::of(config);
         Facts {
-            numerics: NUMERICS_VERSION,
             activations: activations.to_string(),
-            model,
+            model: hex::encode(&config.identity()),
             hidden: shape.hidden,
             intermediate: shape.intermediate,
             layers: shape.layers,
             experts: shape.experts,
-            engine: env!("CARGO_PKG_VERSION").to_owned(),
-            isa: String::new(),
-            threads: 0,
-            ram_bytes: 0,
-            cache_bytes: 0,
-            request_bytes: 0,
             observer: false,
+            ..Facts::of_observer()
         }
     }
 
@@ -101,19 +94,9 @@ impl Facts {
     pub fn of_observer() -> Facts {
         Facts {
             numerics: NUMERICS_VERSION,
-            activations: String::new(),
-            model: String::new(),
-            hidden: 0,
-            intermediate: 0,
-            layers: 0,
-            experts: 0,
             engine: env!("CARGO_PKG_VERSION").to_owned(),
-            isa: String::new(),
-            threads: 0,
-            ram_bytes: 0,
-            cache_bytes: 0,
-            request_bytes: 0,
             observer: true,
+            ..Facts::default()
         }
     }
 

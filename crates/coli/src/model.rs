@@ -230,14 +230,7 @@ pub fn warn_of_tuned(failure: &Failure) {
 /// Opens an engine for tokens that are fed to it, with the workers of its flags.
 pub fn open_fed(args: &EngineArgs, positions: usize) -> Result<(Engine, Workers), Failure> {
     let options = engine_options(args)?;
-    let longest = Config::load(&options.dirs[0])?.max_position;
-    let context = options.context.unwrap_or(BENCH_CONTEXT.max(positions).min(longest));
-    if positions > context {
-        return Err(Failure::usage(format!(
-            "the bench needs a context of {positions} tokens, {context} is what there is; \
-             lower --tokens or raise --ctx (the model's longest is {longest})"
-        )));
-    }
+    let context = bench_context(&options, positions)?;
     open_with_workers(args, EngineOptions { context: Some(context), ..options })
 }
 
@@ -250,6 +243,19 @@ pub fn close(engine: &Engine) -> Result<(), Failure> {
 /// longest would not fit.
 const BENCH_CONTEXT: usize = 4096;
 
+/// The context of a bench that needs so many positions.
+fn bench_context(options: &EngineOptions, positions: usize) -> Result<usize, Failure> {
+    let longest = Config::load(&options.dirs[0])?.max_position;
+    let context = options.context.unwrap_or(BENCH_CONTEXT.max(positions).min(longest));
+    if positions > context {
+        return Err(Failure::usage(format!(
+            "the bench needs a context of {positions} tokens, {context} is what there is; \
+             lower --tokens or raise --ctx (the model's longest is {longest})"
+        )));
+    }
+    Ok(context)
+}
+
 /// [`open`] for a bench that holds memory of its own under the ceiling and has several sessions,
 /// each of at least `positions` tokens.
 pub fn open_for_bench(
@@ -260,14 +266,7 @@ pub fn open_for_bench(
 ) -> Result<Engine, Failure> {
     workers::refuse(&args.cluster, "a bench")?;
     let options = engine_options(args)?;
-    let longest = Config::load(&options.dirs[0])?.max_position;
-    let context = options.context.unwrap_or(BENCH_CONTEXT.max(positions).min(longest));
-    if positions > context {
-        return Err(Failure::usage(format!(
-            "the bench needs a context of {positions} tokens, {context} is what there is; \
-             lower --tokens or raise --ctx (the model's longest is {longest})"
-        )));
-    }
+    let context = bench_context(&options, positions)?;
     let options = EngineOptions { held_bytes, sessions, context: Some(context), ..options };
     let engine = open_with(args, options)?;
     // A bench is the same whatever was run before, unless told otherwise.

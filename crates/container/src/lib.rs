@@ -11,6 +11,7 @@ pub mod error;
 pub mod family;
 pub mod header;
 mod held;
+pub mod hex;
 pub mod index;
 mod json;
 pub mod numbering;

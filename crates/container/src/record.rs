@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use crate::error::ContainerError;
 use crate::header::Header;
+use crate::hex;
 use crate::index::FileId;
 use crate::json::UniqueMap;
 
@@ -99,8 +100,8 @@ impl Records {
                      records are not empty and start at multiples of {RECORD_ALIGN}"
                 )));
             }
-            let hash = hex(&blake3).and_then(|bytes| <[u8; 16]>::try_from(bytes).ok());
-            let crc = hex(&crc32c).and_then(|bytes| <[u8; 4]>::try_from(bytes).ok());
+            let hash = hex::decode(&blake3).and_then(|bytes| <[u8; 16]>::try_from(bytes).ok());
+            let crc = hex::decode(&crc32c).and_then(|bytes| <[u8; 4]>::try_from(bytes).ok());
             let (Some(blake3), Some(crc)) = (hash, crc) else {
                 return Err(refuse(format!(
                     "record {name}: {blake3:?} and {crc32c:?} are not 32 and 8 hexadecimal digits"
@@ -125,19 +126,7 @@ impl Records {
     }
 }
 
-/// The bytes of hexadecimal digits.
-fn hex(text: &str) -> Option<Vec<u8>> {
-    let digits = text.as_bytes();
-    let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);
-    digits
-        .len()
-        .is_multiple_of(2)
-        .then(|| digits.chunks_exact(2).map(|two| Some(digit(two[0])? << 4 | digit(two[1])?)))?
-        .collect()
-}
-
 /// The row of a record in its file's table; `offset` counts from the start of tensor data.
 pub fn row_json(offset: u64, len: u64, blake3: &[u8; 16], crc32c: u32) -> serde_json::Value {
-    let hash: String = blake3.iter().map(|byte| format!("{byte:02x}")).collect();
-    serde_json::json!([offset, len, hash, format!("{crc32c:08x}")])
+    serde_json::json!([offset, len, hex::encode(blake3), format!("{crc32c:08x}")])
 }

@@ -9,6 +9,7 @@ use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use container::Family;
+use container::hex;
 
 use crate::durable::{self, WriteError};
 use crate::sidecar::excerpt;
@@ -469,8 +470,7 @@ fn lock(path: &Path) -> Result<File, UsageError> {
 /// What identifies a model in the name of a history away from it: the first 128 bits of
 /// [`container::Model::table_hash`], in hexadecimal.
 pub fn model_id(table_hash: &[u8; 32]) -> String {
-    let digits = table_hash.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    digits[..MODEL_ID_DIGITS].to_owned()
+    hex::encode(table_hash)[..MODEL_ID_DIGITS].to_owned()
 }
 
 /// Where the history of a model lies: beside it, or under `state_dir` (the user's directory for

@@ -16,6 +16,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use container::hex;
 use snow::{Builder, HandshakeState, TransportState};
 
 use super::incoming::Part;
@@ -61,13 +62,12 @@ impl Key {
 
     /// The key as its file has it: 64 hexadecimal digits.
     pub fn to_hex(&self) -> String {
-        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+        hex::encode(&self.0)
     }
 
     /// The token by which a registry knows its cluster; the key cannot be had from it.
     pub fn registry_token(&self) -> String {
-        let token = blake3::derive_key("colibri registry v1", &self.0);
-        token.iter().map(|byte| format!("{byte:02x}")).collect()
+        hex::encode(&blake3::derive_key("colibri registry v1", &self.0))
     }
 }
 
@@ -82,19 +82,8 @@ impl FromStr for Key {
 
     /// 64 hexadecimal digits; white space around them is ignored.
     fn from_str(text: &str) -> Result<Key, &'static str> {
-        let digits = text.trim().as_bytes();
-        let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);
-        let mut key = [0; 32];
-        let (pairs, rest) = digits.as_chunks::<2>();
-        if pairs.len() != key.len() || !rest.is_empty() {
-            return Err("must be 64 hexadecimal digits");
-        }
-        for (byte, [high, low]) in key.iter_mut().zip(pairs) {
-            let (Some(high), Some(low)) = (digit(*high), digit(*low)) else {
-                return Err("must be 64 hexadecimal digits");
-            };
-            *byte = high << 4 | low;
-        }
+        let key = hex::decode(text.trim()).and_then(|bytes| <[u8; 32]>::try_from(bytes).ok());
+        let key = key.ok_or("must be 64 hexadecimal digits")?;
         if key.iter().all(|byte| *byte == key[0]) {
             return Err("is one byte repeated, which anybody can guess");
         }

@@ -444,13 +444,9 @@ impl Asked {
 impl Answer {
     /// Appends the frame of an answer.
     pub fn put(&self, out: &mut Vec<u8>, id: u64) {
-        let numbers = match &self.outputs {
-            Outputs::Rows(rows) => size_of_val(&rows[..]),
-            Outputs::Sums(sums) => size_of_val(&sums[..]),
-        };
-        let bytes = ANSWER_HEAD + self.statuses.len().next_multiple_of(4) + numbers;
-        out.reserve(FRAME_HEAD + bytes);
-        put_head(out, Kind::Answer, id, bytes);
+        let bytes = self.bytes() as usize;
+        out.reserve(bytes);
+        put_head(out, Kind::Answer, id, bytes - FRAME_HEAD);
         let body = out.len();
         let flags = u32::from(matches!(self.outputs, Outputs::Sums(_)));
         for number in [flags, self.waited_us, self.computed_us, self.statuses.len() as u32] {
